@@ -16,8 +16,12 @@ corrected for the number of comparisons (Holm): in 95 % of tables, no row "diffe
 
     python -m tools.ablate --vary beta=0,0.1 --tune learning_rate=1e-4,5e-4 --tune_seeds 101,102 --out runs/own
 
-With --tune, each variant gets the value with which the first of --figures is highest, on seeds of their own. Not
-supported: values that contain a comma, runs of several processes, choosing a GPU for each run.
+With --tune, each variant gets the value with which the first of --figures is highest, on seeds of their own.
+
+Each GPU makes a run at a time; without a GPU, half as many runs as there are cores are made at once. Of the GPUs, only
+those that CUDA_VISIBLE_DEVICES names are used. With `--launch "torchrun --nproc_per_node 4"`, each run has four
+processes and as many GPUs. If a run fails, the others go on, and the table leaves out its seed for every variant. Not
+supported: values that contain a comma, runs on several machines.
 """
 
 import argparse
@@ -25,18 +29,24 @@ import itertools
 import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 
 from config import Config
 from infra import command_line, run_folder
+from infra.report import duration
 
 FIGURES = ["eval/accuracy:last", "eval/pass@1:last", "completion_length", "length_incorrect", "entropy"]
 Lines = list[dict]  # the parsed lines of a metrics.jsonl
@@ -85,9 +95,9 @@ def finished(run: Run) -> Lines:
     return log_if_finished(run) or sys.exit(f"error: {run.folder} is not finished")
 
 
-def run_all(args: argparse.Namespace) -> None:
-    """Check the settings of all runs, and exit if any are wrong. Then make the runs that are not finished. If one
-    fails, the others continue."""
+def run_all(args: argparse.Namespace) -> list[Run]:
+    """Check the settings of all runs, and exit if any are wrong. Then make the runs that are not finished. Return those
+    that failed."""
     runs = runs_of(args)
     unfinished = [run for run in runs if not log_if_finished(run)]
     code = run_folder.digest_of_code()
@@ -97,15 +107,67 @@ def run_all(args: argparse.Namespace) -> None:
         if about and not args.keep and made_by != (code, run_folder.digests(run.config)):
             sys.exit(f"error: {run.folder} was made by other code or files: give --keep to use it, or another --out")
     args.out.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for run, exit_code in zip(unfinished, pool.map(run_one, unfinished), strict=True):
-            print(f"failed: see {run.folder}.log" if exit_code else f"done: {run.folder}", flush=True)
+    return make(unfinished, args, len(runs))
 
 
-def run_one(run: Run) -> int:
-    command = [sys.executable, Path(__file__).parent.parent / "train.py", *run.words, "--out", run.folder]
+def make(unfinished: list[Run], args: argparse.Namespace, total: int) -> list[Run]:
+    """Make these runs of the `total` runs of a grid, each at a place that is free. Return those that failed."""
+    places, free = places_of(args), SimpleQueue()
+    print(f"{total} runs, of which {total - len(unfinished)} are made; {len(places)} at once", flush=True)
+    for place in places:
+        free.put(place)
+
+    def make_at_a_place(run: Run) -> tuple[bool, float]:
+        place, start = free.get(), time.monotonic()
+        is_made = run_one(run, args.launch, place) == 0 and bool(log_if_finished(run))
+        free.put(place)
+        return is_made, time.monotonic() - start
+
+    failed, seconds = [], []
+    with ThreadPoolExecutor(len(places)) as pool:
+        making = {pool.submit(make_at_a_place, run): run for run in unfinished}
+        try:
+            for future in as_completed(making):
+                (is_made, its_seconds), run = future.result(), making[future]
+                seconds.append(its_seconds)
+                if not is_made:
+                    failed.append(run)
+                to_come = len(unfinished) - len(seconds)
+                left = duration(np.mean(seconds) * to_come / len(places))
+                what = f"{run.folder}: {'done' if is_made else 'failed'}"
+                print(f"{what}; {total - to_come} of {total}, {left} left", flush=True)
+        except KeyboardInterrupt:  # those that are being made have got it, too
+            pool.shutdown(cancel_futures=True)
+            raise
+    return failed
+
+
+def places_of(args: argparse.Namespace) -> list[str]:
+    """Return a place for each run that can be made at the same time: the GPUs of that run, as CUDA_VISIBLE_DEVICES
+    names them, or "" where there are none."""
+    count, each = torch.cuda.device_count(), processes(args.launch) if args.launch else 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    gpus = [name.strip() for name in visible.split(",") if name.strip()][:count]
+    if not gpus:
+        return [""] * (args.jobs or max(1, (os.cpu_count() or 1) // 2 // each))
+    if len(gpus) < each:
+        sys.exit(f"error: --launch: a run takes {each} GPUs, and there are {len(gpus)}")
+    places = [",".join(gpus[i : i + each]) for i in range(0, len(gpus) - each + 1, each)]
+    return places[: args.jobs]
+
+
+def processes(launch: str) -> int:
+    """Return how many processes a run has that is started with these words, or 0 if they do not say it."""
+    found = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", launch)
+    return int(found[1]) if found else 0
+
+
+def run_one(run: Run, launch: str, gpus: str) -> int:
+    program = [*shlex.split(launch), "--standalone"] if launch else [sys.executable]  # with a rendezvous of its own
+    command = [*program, Path(__file__).parent.parent / "train.py", *run.words, "--out", run.folder]
+    env = {"OMP_NUM_THREADS": "1"} | os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
     with open(f"{run.folder}.log", "w") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
+        return subprocess.run(command, stdout=log, stderr=log, env=env).returncode
 
 
 def with_(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -123,9 +185,10 @@ def tuned(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of the comparison, in which every variant has the value that was best for it."""
 
     def score(variant: dict[str, str]) -> float:
-        runs = runs_of(with_(args, variants=[variant], seeds=args.tune_seeds))
-        mean = np.mean([figure(finished(run), args.figures[0]) for run in runs])
-        return -math.inf if math.isnan(mean) else mean  # a value without a figure is never the best one
+        logs = [log_if_finished(run) for run in runs_of(with_(args, variants=[variant], seeds=args.tune_seeds))]
+        mean = np.mean([figure(lines, args.figures[0]) for lines in logs]) if all(logs) else math.nan
+        # A value with which a run has failed, or has no figure, is never the best one.
+        return -math.inf if math.isnan(mean) else mean
 
     name, values = args.tune
     best = [max([variant | {name: value} for value in values], key=score) for variant in args.variants]
@@ -237,20 +300,27 @@ def markdown(*rows: list[str]) -> str:
     return "\n".join([first, "|" + "---|" * len(rows[0]), *others])
 
 
-def main(words: list[str]) -> None:
-    args = parse(words)
+def main(words: list[str]) -> int:
+    args, failed = parse(words), []
     if args.tune:
-        run_all(to_tune(args))
+        failed = run_all(to_tune(args))
         args = tuned(args)
-    run_all(args)
-    print(table(args))
+    failed += run_all(args)
+    failed_seeds = {run.config.seed for run in failed}
+    args.seeds = [seed for seed in args.seeds if int(seed) not in failed_seeds]  # every variant has the same ones
+    if args.seeds:
+        print(table(args))
+    for run in failed:
+        print(f"failed, so its seed is left out: {run.folder}, see {run.folder}.log")
+    return 1 if failed else 0
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     switch = dict(type=name_and_values, metavar="SWITCH=A,B")
     parser.add_argument("--vary", action="append", required=True, help="can be repeated", **switch)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at the same time")
+    parser.add_argument("--jobs", type=int, help="at most so many runs at the same time")
+    parser.add_argument("--launch", default="", metavar="WORDS", help='e.g. "torchrun --nproc_per_node 4"')
     parser.add_argument("--figures", nargs="+", default=FIGURES, metavar="FIGURE", help="rows of the table")
     parser.add_argument("--keep", action="store_true", help="use runs that other code has made")
     parser.add_argument("--tune", help="choose a value for each variant first", **switch)
@@ -261,6 +331,8 @@ def parse(words: list[str]) -> argparse.Namespace:
             parser.error(f"--figures {name}: must be METRIC, METRIC:last, METRIC:FIRST-LAST or METRIC:reaches-0.9")
     if args.tune and (":reaches-" in args.figures[0] or {*args.tune_seeds} & {*args.seeds}):  # the highest is slowest
         parser.error("--tune needs --tune_seeds others than --seeds, and a first figure whose highest value is best")
+    if args.launch and not (shutil.which(args.launch.split()[0]) and processes(args.launch)):
+        parser.error(f"--launch {args.launch}: must be torchrun, with --nproc_per_node and a number")
     grid = dict(args.vary)
     if len(grid) < len(args.vary):
         parser.error("--vary names a setting twice")
@@ -287,4 +359,4 @@ def parse_args_and_flags(parser: argparse.ArgumentParser, words: list[str]) -> a
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

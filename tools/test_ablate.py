@@ -2,13 +2,18 @@
 
 import json
 import math
+import os
+import shlex
 import statistics
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from config import Config
 from conftest import ROOT
@@ -22,8 +27,13 @@ WRONG = [  # flags, and a part of the message; the fixture `out` has the runs of
     ("--vary algorithm=grpo,rloo -- --num_iterations 2", "error: --objective reinforce: has no ratio"),
     (GRID, "0.0-1 was made with --learning_rate 0.001, not "),
     (f"{GRID} -- --learning-rate 1e-3 --steps 1", "made with --steps 2, not 1"),
-    (f"{GRID} -- --learning-rate 1e-3 --eval_k 3", "made with --eval_k 4, not 3"),
+    (f"{GRID} -- --learning-rate 1e-3 --eval_k 3 --steps 2", "made with --eval_k 4, not 3"),
     ("--vary beta=0 --seeds 1,1,1", "a run twice"),
+    ("--vary beta=0 --launch torchrun", "must be torchrun, with --nproc_per_node and a number"),
+    (
+        "--vary beta=0 --launch=torchrums\xa0--nproc_per_node\xa04",
+        "must be torchrun, with --nproc_per_node and a number",
+    ),
     ("--vary seed=1,2", "give --seeds"),
     ("--vary beta=0,0.1 --vary beta=0.2", "--vary names a setting twice"),
     ("--vary beta=0 --figures b:lastt", "--figures b:lastt: "),
@@ -103,7 +113,7 @@ def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(
     """Instead of training, a run writes a reward. Only at a learning rate of 1e-3 with beta 0, else at 1e-4, every seed
     has one."""
 
-    def run_one(run) -> int:
+    def run_one(run, launch, gpus) -> int:
         config = replace(run.config, out=str(run.folder))
         run_folder.begin(config, config, run_folder.claim(config))
         is_best = config.learning_rate == (1e-3 if config.beta == 0.0 else 1e-4)
@@ -163,7 +173,7 @@ def test_only_unfinished_runs_are_made(out, capsys):
 @pytest.mark.parametrize("words, message", WRONG)
 def test_the_whole_grid_is_checked_before_the_first_run(words, message, out, capsys):
     with pytest.raises(SystemExit) as stop:
-        ablate.main(["--out", str(out), *words.split()])
+        ablate.main(["--out", str(out), *shlex.split(words)])
     assert message in capsys.readouterr().err + str(stop.value)
 
 
@@ -185,13 +195,89 @@ def test_runs_of_other_code_are_named_and_used_when_asked_for(out, monkeypatch, 
     assert "| 0.1 | 0.500 ± nan | +0.000 (-inf to +inf) | too few seeds |" in capsys.readouterr().out
 
 
-def test_a_run_is_a_command_and_if_it_fails_the_others_continue(tmp_path, monkeypatch, capsys):
+class Box:
+    """Takes the place of the processes of a grid: a call writes the files of a finished run, unless its seed is in
+    `fails`. `seen` has the command of each call, its GPUs, and those that other runs had at that time."""
+
+    def __init__(self, fails: tuple[int, ...] = ()) -> None:
+        self.fails, self.seen, self.busy = fails, [], []
+
+    def run(self, command: list, stdout: object, stderr: object, env: dict) -> SimpleNamespace:
+        words = [str(word) for word in command]
+        gpus, flags = env.get("CUDA_VISIBLE_DEVICES"), words[words.index(f"{ROOT}/train.py") + 1 :]
+        self.seen.append((words, gpus, [*self.busy]))
+        self.busy.append(gpus)
+        time.sleep(0.05)  # long enough for the other places to be taken
+        given = parse(flags, on_gpu=False)
+        if given.seed not in self.fails:
+            run_folder.begin(ready(given, on_gpu=False), given, run_folder.claim(given))
+            (Path(given.out) / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": given.beta}) + "\n")
+        self.busy.remove(gpus)
+        return SimpleNamespace(returncode=int(given.seed in self.fails))
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "places"),
+    [
+        ("", None, [*"01234567"]),
+        ("--jobs 3", None, [*"012"]),
+        ("--jobs 99", "5,GPU-1f, 2", ["5", "GPU-1f", "2"]),
+        ("--launch 'torchrun --nproc_per_node 4'", None, ["0,1,2,3", "4,5,6,7"]),
+        ("--launch 'torchrun --nproc-per-node=3'", "7,6,5,4,3", ["7,6,5"]),
+    ],
+)
+def test_on_a_box_of_eight_gpus_each_run_has_its_own(tmp_path, monkeypatch, capsys, words, visible, places):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if visible is None else len(visible.split(",")))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(ablate, "subprocess", box := Box())
+    grid = f"--vary beta=0,0.1 --seeds 1,2,3,4,5,6 --figures reward --out {tmp_path} {words} -- --steps 1"
+    assert ablate.main(shlex.split(grid)) == 0
+    assert len(box.seen) == 12 and {gpus for _, gpus, _ in box.seen} == {*places}
+    assert all(gpus not in others for _, gpus, others in box.seen), "no two runs share a GPU"
+    assert max(len(others) for _, _, others in box.seen) == len(places) - 1, "all of the GPUs are used"
+    program = shlex.split(words)[1].split() if "torchrun" in words else [sys.executable]
+    own = ["--standalone"] if "torchrun" in words else []
+    assert all(seen[: len(program) + len(own)] == program + own for seen, _, _ in box.seen)
+    first, *made = capsys.readouterr().out.partition("| metric")[0].splitlines()
+    assert first == f"12 runs, of which 0 are made; {len(places)} at once"
+    assert all(f"; {n} of 12, " in line for n, line in enumerate(made, start=1)) and made[-1].endswith(", 0 s left")
+
+
+def test_without_a_gpu_half_of_the_cores_are_used(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    words = "--vary beta=0,0.1 --out o".split()
+    for more, count in ([], 96), (["--jobs", "99"], 99), (["--launch", "torchrun --nproc_per_node 4"], 24):
+        assert ablate.places_of(ablate.parse([*words, *more])) == [""] * count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(SystemExit, match="a run takes 4 GPUs, and there are 3"):
+        ablate.places_of(ablate.parse([*words, *more]))
+
+
+def test_a_run_that_fails_is_named_and_its_seed_is_left_out_for_every_variant(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablate, "subprocess", box := Box(fails=(2,)))
+    words = f"--vary beta=0.0,0.1 --seeds 1,2,3 --figures reward --jobs 2 --out {tmp_path} -- --steps 1".split()
+    assert ablate.main(words) == 1
+    shown = capsys.readouterr().out
+    assert "mean ± std of 2 seeds" in shown and "| 0.1 | 0.10 ± 0.00 | +0.10" in shown
+    failed = [f"{tmp_path}/{beta}-2" for beta in ("0.0", "0.1")]
+    assert sorted(shown.splitlines()[-2:]) == [f"failed, so its seed is left out: {x}, see {x}.log" for x in failed]
+    assert len(box.seen) == 6
+    box.fails = ()
+    assert ablate.main(words) == 0 and len(box.seen) == 8, "only those that failed are made again"
+    assert "mean ± std of 3 seeds" in (shown := capsys.readouterr().out) and "6 runs, of which 4 are made" in shown
+
+
+def test_a_run_is_a_command(tmp_path, monkeypatch, capsys):
     # In place of Python, each run calls `false`, which fails, and then `echo`, which prints its arguments.
-    words = f"--vary beta=0.0 --seeds 1,2 --out {tmp_path} -- --steps 3"
-    for command, ends in {"false": "failed: see {}.log\n", "echo": "done: {}\n"}.items():
+    words = f"--vary beta=0.0 --seeds 1,2 --out {tmp_path} --jobs 1 -- --steps 3"
+    for command in ("false", "echo"):
         monkeypatch.setattr(sys, "executable", command)
-        with pytest.raises(SystemExit, match=r"0\.0-1 is not finished"):
-            ablate.main(words.split())
-        assert capsys.readouterr().out == "".join(ends.format(tmp_path / f"0.0-{seed}") for seed in (1, 2))
+        assert ablate.main(words.split()) == 1, "a run without the files of a finished one has failed, too"
+        shown = capsys.readouterr().out
+        assert "| metric" not in shown and shown.count("-1: failed; 1 of 2, ") == shown.count("failed, so ") - 1 == 1
     echoed = f"{ROOT}/train.py --steps 3 --beta=0.0 --seed=2 --out {tmp_path}/0.0-2\n"
     assert (tmp_path / "0.0-2.log").read_text() == echoed

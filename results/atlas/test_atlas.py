@@ -42,7 +42,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
     does not read it, and --keep fills it."""
     made = []
 
-    def run_one(run: ablate.Run) -> None:
+    def run_one(run: ablate.Run, launch: str, gpus: str) -> int:
         made.append(run)
         (run.folder).mkdir()
         settings = vars(ready(parse([*run.words, "--out", str(run.folder)], on_gpu=False), on_gpu=False))
@@ -52,6 +52,7 @@ def test_a_grid_is_tuned_run_and_kept(tmp_path, monkeypatch, capsys):
         accuracy = accuracy + 0.0123456 * run.config.seed if run.config.learning_rate == rate else 0.1
         lines = lines_of(accuracy, 9 + run.config.seed)
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return 0
 
     grid = atlas.Grid("grpo,dapo", "1e-4,2e-4", "1,2,3", "completion_length", "--task chain --steps 1")
     monkeypatch.setitem(atlas.GRIDS, "chain_on", grid)
