@@ -90,7 +90,7 @@ TEMPLATE = "{{ mark or 'a' }}{% for message in messages %}{{ message.content }}{
 
 # This takes the place of the package wandb, and writes a file when metrics are logged. It counts as installed because
 # its __spec__ is not None.
-TRACKER = SimpleNamespace(__spec__="it is installed", login=lambda prompt: True)
+TRACKER = SimpleNamespace(__spec__="it is installed", login=lambda prompt: True, Table=dict)
 TRACKER.init = lambda **about: SimpleNamespace(log=lambda figures, step: Path("tracked").touch())
 
 PLAIN = dict(

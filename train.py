@@ -383,7 +383,8 @@ def train(typed: Config) -> int:
             checkpoint.save(out, step, models, run.optimizer, run.cursor, saved, cfg.keep_checkpoints)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
-    if cfg.eval_every and not start.after_step:
+    has_evaluations = bool(cfg.eval_every and run.task.eval)
+    if has_evaluations and not start.after_step:
         log.before_evaluation()
         eval_metrics, evaluated = evaluate(run, 0)
         log.write({"step": 0} | eval_metrics, [], evaluated)
@@ -392,7 +393,7 @@ def train(typed: Config) -> int:
             metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
-        evaluates = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
+        evaluates = has_evaluations and (step % cfg.eval_every == 0 or step == cfg.steps)
         eval_metrics, evaluated = {}, []
         if evaluates:
             log.before_evaluation()

@@ -115,7 +115,12 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").exists():
         raise UserError(f"{source}: contains adapters; merge them into their base model first (docs/extending.md)")
-    model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    if Path(source).is_dir() and "settings" in run_folder.config_json(Path(source)):
+        raise UserError(f"--model {source}: is the folder of a run; the model is in {source}/model")
+    try:
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except OSError as error:
+        raise UserError(f"--model {source}: {' '.join(str(error).split())}") from error
     if getattr(model_config, "quantization_config", None):
         raise UserError(f"{source}: its weights are quantized; give a folder of bfloat16 weights")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import resource
 import shlex
 import statistics
@@ -195,6 +196,8 @@ def std(values: Iterable[float]) -> float | None:
 
 # ---- Files and screen ----
 
+TABLE = ["kind", "prompt", "completion", "reward", "advantage", "length", "truncated"]  # of a tracker's samples
+
 
 class RunLog:
     """Writes the files of a run and prints to the screen, on the first rank only."""
@@ -230,7 +233,7 @@ class RunLog:
             self.made = max([self.made, *(line["step"] for line in lines)])
             kept = [line for line in lines if after_step and line["step"] <= after_step]
             run_folder.write_text(path, as_json(kept))
-        self.track = open_tracker(self.config) if self.config.report_to else None
+        self.track = open_tracker(self.config, after_step) if self.config.report_to else None
 
     def write(self, metrics: dict, groups: list[Group], evaluated: list[Group]) -> None:
         """Write and show the metrics, and write some completions of the step and the first ones of an evaluation."""
@@ -246,7 +249,7 @@ class RunLog:
         append(self.out / "samples.jsonl", lines)
         append(self.out / "metrics.jsonl", [metrics])
         if self.track:
-            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, step)
+            self.track({name: x for name, x in metrics.items() if x is not None and name != "step"}, lines, step)
         if groups:
             names = "reward", "loss", "learning_rate", "completion_length", "truncated", "without_signal", "entropy"
             values = "  ".join(f"{name} {show(metrics[name])}" for name in names)
@@ -327,15 +330,36 @@ def append(path: Path, lines: list[dict]) -> None:
         file.write(as_json(lines))
 
 
-def open_tracker(config: Config) -> Callable[[dict[str, float], int], None]:
-    """Return a function that sends the metrics of a step to the tracker. It takes the metrics by name, and the step."""
+def open_tracker(config: Config, after_step: int) -> Callable[[dict[str, float], list[dict], int], None]:
+    """Return a function that sends the metrics of a step, by name, and its samples to the tracker, with the number of
+    the step. A run that goes on is the same run there, too."""
     if config.report_to == "tensorboard":
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(config.out)
+        first = after_step + 1 if after_step else 0
+        summary_writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        writer = summary_writer(config.out, purge_step=first)  # hides what a killed run has written of these steps
         atexit.register(writer.close)
-        return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
-    folder = {"dir": config.out} if config.report_to == "wandb" else {}  # trackio chooses its own folder
-    about = dict(project="grpo", name=Path(config.out).name, config=vars(config), **folder)
-    return importlib.import_module(config.report_to).init(**about).log
+        return lambda metrics, _, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+
+    tracker = importlib.import_module(config.report_to)
+    name, run_id = Path(config.out).name, run_folder.config_json(Path(config.out))["run_id"]
+    if config.report_to == "wandb":
+        its_own = dict(id=run_id, name=name, dir=config.out)
+    else:  # trackio knows a run by its name, and chooses its own folder
+        its_own = dict(name=f"{name}-{run_id[:8]}")
+    project = os.environ.get(f"{config.report_to.upper()}_PROJECT", "grpo")
+    run = tracker.init(project=project, resume="allow", config=vars(config), **its_own)
+
+    def track(metrics: dict[str, float], samples: list[dict], step: int) -> None:
+        rows = [[as_cell(line[name]) for name in TABLE] for line in samples]
+        table = {"samples": tracker.Table(columns=TABLE, data=rows)} if rows else {}
+        run.log(metrics | table, step)
+
+    return track
+
+
+def as_cell(value: Any) -> Any:
+    """Return a value for a table of a tracker, which has no lists, such as messages or the advantages of tokens."""
+    return json.dumps(value) if isinstance(value, list) else value
 
 
 def hints(metrics: dict, groups: list[Group], config: Config) -> Iterator[str]:

@@ -62,6 +62,7 @@ def edit(name: str, folder: Path, **changes) -> None:
 
 MODELS = {
     "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),
+    "a_run": partial(edit, "config.json", settings={"seed": 1}),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "with_adapters": lambda folder: (folder / "adapter_config.json").touch(),
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -78,6 +79,9 @@ def settings_of(files: Path, **changes) -> dict:
 
 BAD = [  # flags in addition to the good ones -> the error, in which ... stands for any text
     ('--chat_template_kwargs {"think":1}', "--chat_template_kwargs: ... of {0}/model does not read think"),
+    ("--model {0}/nowhere", "--model {0}/nowhere: "),
+    ("--model {0}/a_run", "--model {0}/a_run: is the folder of a run; the model is in {0}/a_run/model"),
+    ("--data {0}/nowhere.jsonl", "{0}/nowhere.jsonl cannot be read: "),
     ("--model {0}/of_another", "{0}/of_another: its files lack 15 weights of this model: "),
     ("--model {0}/with_adapters", "{0}/with_adapters: contains adapters; "),
     # The ids of generation_config.json, config.json ([1, 99]) and the tokenizer, in this order.

@@ -6,6 +6,8 @@ import math
 import os
 import sys
 from datetime import date
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 from batch import Group
 from config import Config
+from conftest import run, samples
 from infra import ranks, report, run_folder
 from infra.report import RunLog
 from rollout import Completion
@@ -157,14 +160,60 @@ def test_a_run_that_resumes_after_step_2_removes_later_lines(tmp_path, capsys):
     assert log.open(0) is None and run_folder.read_lines(tmp_path / "metrics.jsonl") == []
 
 
+def track_to_a_file(tracker: str, calls: Path, project: str | None) -> None:
+    """Put a module in the place of this tracker that writes its calls to a file. The user has perhaps a project."""
+    if project:
+        os.environ[f"{tracker.upper()}_PROJECT"] = project
+
+    def write(**call) -> None:
+        with calls.open("a") as file:
+            file.write(json.dumps(call) + "\n")
+
+    def init(**about):
+        write(**about)
+        return SimpleNamespace(log=lambda figures, step: write(step=step, **figures))
+
+    sys.modules[tracker] = SimpleNamespace(__spec__="it is installed", init=init, Table=dict)
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_a_run_that_goes_on_is_the_same_run_of_the_tracker(tmp_path, sorting, tracker):
+    settings = sorting | dict(report_to=tracker, samples_per_step=3, save_every=1)
+    for steps, overwrite, project in (1, False, None), (2, False, "theirs"), (2, True, "theirs"):
+        track = partial(track_to_a_file, tracker, tmp_path / "calls", project)
+        run(settings | dict(steps=steps, overwrite=overwrite), tmp_path / "out", track)
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    first, step_1, second, step_2, third, *again = calls
+    assert [line.pop("step") for line in (step_1, step_2, *again)] == [1, 2, 1, 2]
+    known_by = {"wandb": "id", "trackio": "name"}[tracker]
+    assert first["resume"] == "allow" and first[known_by] == second[known_by] != third[known_by]
+    assert all(about["name"].startswith("out") and len(about.get("id", "-")) <= 64 for about in (first, third))
+    assert [about["project"] for about in (first, second, third)] == ["grpo", "theirs", "theirs"]
+    assert [about["config"]["steps"] for about in (first, second)] == [1, 2]
+    assert [about.get("dir") for about in (first,)] == [str(tmp_path / "out") if tracker == "wandb" else None]
+    lines = [line for line in samples(tmp_path / "out") if line["step"] == 1]
+    table = again[0].pop("samples")
+    assert table["columns"][:4] == ["kind", "prompt", "completion", "reward"] and len(lines) == 3
+    assert table["data"] == [[line[name] for name in table["columns"]] for line in lines]
+    of_step = run_folder.read_lines(tmp_path / "out/metrics.jsonl")[0]
+    assert again[0] == {name: x for name, x in of_step.items() if x is not None and name != "step"}
+
+
 def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
     screen.isatty = lambda: True
     settings = dict(steps=3, samples_per_step=0, eval_prompts=1, max_completion_length=9)
     log, tracked = RunLog(Config(out=str(tmp_path), **settings), str, NAMES), []
-    writer = SimpleNamespace(add_scalar=lambda *scalar: tracked.append(scalar), close=tracked.clear)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
-    log.track = report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"))
+    writer, purged = SimpleNamespace(add_scalar=lambda *scalar: tracked.append(scalar), close=tracked.clear), []
+
+    def opened(folder, purge_step):
+        purged.append(purge_step)
+        return writer
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=opened))
+    log.track = report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"), after_step=4)
+    report.open_tracker(Config(out=str(tmp_path), report_to="tensorboard"), after_step=0)
+    assert purged == [5, 0], "a run that starts over evaluates again at step 0"
     now = iter((0.0, 90.0, 0.0))  # at the evaluation before the first step, after that step, and later
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(now)))
     log.evaluated = 1

@@ -5,7 +5,7 @@ import csv
 import glob
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,55 @@ def read_rows(source: str, to_row: Callable[[dict], dict] = dict) -> list[dict]:
     """Read the rows of a .jsonl, .json, .csv or .parquet file, or of the train split of a data set on the hub. The
     package datasets would guess types: a date in .json, and in .csv 7 for "007" and None for "NA". Here, the values of
     .json stay as they are, and all values of .csv are texts."""
-    kind = Path(source).suffix.removeprefix(".")
-    if kind in ("jsonl", "json"):
-        text = Path(source).read_text("utf-8-sig")
-        lines = [line for line in text.split("\n") if line.strip()]
-        is_list = text.lstrip().startswith("[")  # many .json files have a row in each line, as .jsonl does
-        # All lines at once, so that an error has the number of the line.
-        contents = json.loads(text if is_list else "[" + ",\n".join(lines) + "]")
-    elif kind == "csv":
-        with open(source, newline="", encoding="utf-8-sig") as file:
-            names, *lines = csv.reader(file, strict=True)
-        if len({*names}) < len(names):
-            raise UserError(f"{source}: two of its columns have the same name: {', '.join(names)}")
-        contents = [dict(zip(names, line, strict=True)) for line in lines if line]
-    elif kind == "parquet":
-        contents = load_with_datasets(kind, "train", data_files=glob.escape(source))
-    else:
-        contents = load_with_datasets(source, "train")
-    rows = [to_row(content) for content in contents]
-    for number, row in enumerate(rows, start=1):
+    try:
+        contents = contents_of(source)
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{source} cannot be read: {error}") from error
+    if not contents:
+        raise UserError(f"{source} has no rows")
+    rows = []
+    for number, content in enumerate(contents, start=1):
+        try:
+            row = to_row(content) if isinstance(content, dict) else {}
+        except KeyError as error:
+            raise UserError(f"{source}, row {number}: the task needs a column {error}: {content!r:.200}") from error
         if not is_prompt(row.get("prompt")):
-            raise UserError(f'{source}, row {number}: needs a "prompt", a string or chat messages: {row!r:.200}')
+            raise UserError(f'{source}, row {number}: needs a "prompt", a string or chat messages: {content!r:.200}')
+        rows.append(row)
     if taken := {name for row in rows for name in row} & {*ADDED_COLUMNS, *REWARD_ARGUMENTS, "turns"}:
         raise UserError(f"{source}: rename {', '.join(sorted(taken))}: this program has columns of that name itself")
     return with_all_columns(rows)
+
+
+def contents_of(source: str) -> list[dict]:
+    """Return the rows as they are in the source."""
+    kind = Path(source).suffix.removeprefix(".")
+    if kind in ("jsonl", "json"):
+        text = Path(source).read_text("utf-8-sig")
+        is_list = text.lstrip().startswith("[")  # many .json files have a row in each line, as .jsonl does
+        return json.loads(text) if is_list else [*json_lines(text)]
+    if kind == "csv":
+        with open(source, newline="", encoding="utf-8-sig") as file:
+            names, *lines = [line for line in csv.reader(file, strict=True) if line] or [[]]
+        if len({*names}) < len(names):
+            raise ValueError(f"two of its columns have the same name: {', '.join(names)}")
+        if odd := [line for line in lines if len(line) != len(names)]:
+            raise ValueError(f"its columns are {', '.join(names)}, but a row has {len(odd[0])} values: {odd[0]!r:.200}")
+        return [dict(zip(names, line)) for line in lines]
+    if kind == "parquet":
+        return load_with_datasets(kind, "train", data_files=glob.escape(source))
+    if Path(source).is_file():
+        raise ValueError("its name must end with .jsonl, .json, .csv or .parquet")
+    return load_with_datasets(source, "train")
+
+
+def json_lines(text: str) -> Iterator[dict]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
 
 
 def with_all_columns(rows: list[dict]) -> list[dict]:

@@ -43,6 +43,9 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
         raise UserError(f"--model {config.model}: --task {config.task} works only with its own small model")
     encode_prompts(tokenizer, task.train + task.eval)
     room = (context or math.inf) - config.max_completion_length
+    if room < 1:
+        shown = f"--max_completion_length {config.max_completion_length}"
+        raise UserError(f"{shown}: leaves no room for prompts in the model's context of {context} tokens")
     too_long = [row["prompt"] for row in task.train + task.eval if len(row["prompt_ids"]) > room]
     if too_long:
         message = f"{len(too_long)} prompts have more than {room} tokens, for instance {too_long[0]!r:.200}"
@@ -51,8 +54,12 @@ def check_prompts(task: Task, tokenizer: Any, context: int | None, config: Confi
         task.train = [row for row in task.train if len(row["prompt_ids"]) <= room]
         task.eval = [row for row in task.eval if len(row["prompt_ids"]) <= room]
         task.notes.append(f"{message}; they are left out")
-    if (config.steps != 0 and not task.train) or (config.eval_every and not task.eval):
+    evaluates = config.eval_every != 0
+    must_evaluate = config.steps == 0 or (evaluates and config.eval_data)
+    if (config.steps != 0 and not task.train) or (must_evaluate and not task.eval):
         raise UserError("no prompts to train on, or none to evaluate on: see --eval_data and --drop_long_prompts")
+    if evaluates and not task.eval:
+        task.notes.append("too few prompts to hold some out, so this run does not evaluate; see --eval_data")
     for index, row in enumerate(task.train):
         row["_index"] = index
     return max(len(row["prompt_ids"]) for row in task.train + task.eval)

@@ -26,10 +26,15 @@ def load(config: Config) -> Task:
     name, _, settings = config.task.partition(":")[2].partition(":")
     if found := set(RUNS_ANSWERS) & set(re.findall(r"\w+", config.task)):  # the JSON may name data sets, too
         raise UserError(f"--task {config.task}: the scorer of {found.pop()} runs a model's answers as Python code")
+    if not name:
+        raise UserError(f"--task {config.task}: needs the name of a data set, for instance gym:chain_sum")
     needs("reasoning_gym")
     from reasoning_gym import create_dataset, utils
 
-    data_set = create_dataset(name, **(dict(size=2048, seed=0) | json.loads(settings or "{}")))
+    try:
+        data_set = create_dataset(name, **(dict(size=2048, seed=0) | json.loads(settings or "{}")))
+    except (AssertionError, TypeError, ValueError) as error:  # an unknown name or setting, or broken JSON
+        raise UserError(f"--task {config.task}: {error}") from error
     entries = list({entry["question"]: entry for entry in data_set}.values())
 
     def gym_score(prompts, completions, completion_ids, number: list[int], **columns) -> list[float]:

@@ -32,6 +32,13 @@ def test_a_data_set_of_reasoning_gym():
         assert worth[:2] == [1.0, 1.0] and worth[2] < 1.0 and worth[3:] == [0.0, 0.0]
 
 
+def test_a_data_set_that_cannot_be_made_is_named():
+    for task, message in ("gym", "gym:chain_sum"), ("gym:nope", "nope"), ("gym:chain_sum:{", "Expecting"):
+        pytest.importorskip("reasoning_gym")
+        with pytest.raises(UserError, match=f"^--task {task}: .*{message}"):
+            load_task(Config(task=task))
+
+
 @pytest.mark.parametrize("name, text", [("prime_factorization", "<answer>x</answer>"), ("fraction_simplification", "")])
 def test_what_a_scorer_cannot_read_is_wrong(name, text):
     """The first scorer raises a ValueError. The second one would reward a completion without an answer."""

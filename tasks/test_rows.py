@@ -1,6 +1,5 @@
 """Rows from files and from the hub, and their prompts as token ids."""
 
-import csv
 import glob
 import json
 import random
@@ -53,8 +52,8 @@ def test_read_rows(tmp_path, start, newline):
     text = start + newline.join([json.dumps(row, ensure_ascii=False) for row in ROWS] + [""])
     (tmp_path / "rows.jsonl").write_bytes(text.encode())
     assert read_rows(f"{tmp_path}/rows.jsonl") == READ
-    (tmp_path / "rows.jsonl").write_bytes(text.encode() + b'{"prompt": \n')
-    with pytest.raises(ValueError, match="line 3"):
+    (tmp_path / "rows.jsonl").write_bytes(text.encode() + b'{"prompt": "a",\n{"prompt": "b"}\n')
+    with pytest.raises(UserError, match=f"rows.jsonl cannot be read: line {text.count(chr(10)) + 1}, column 16: "):
         read_rows(f"{tmp_path}/rows.jsonl")
 
 
@@ -63,9 +62,16 @@ FILES = {
     "a.json": ('[{"prompt": "a", "answer": "2020-01-01"}]', [{"prompt": "a", "answer": "2020-01-01"}]),
     "lines.json": ('{"prompt": "a"}\n{"prompt": "b"}\n', [{"prompt": "a"}, {"prompt": "b"}]),
     "a.csv": ('\ufeffprompt,answer\r\n\r\n"NA,\r\n",007\r\n', [{"prompt": "NA,\r\n", "answer": "007"}]),
-    "commas.csv": ("prompt,answer\na,b,\nc,d,\n", "longer than argument 1"),
+    "commas.csv": ("prompt,answer\na,b,\nc,d,\n", "its columns are prompt, answer, but a row has 3 values"),
     "quote.csv": ('prompt,answer\n"a,b\nc,d\n', "unexpected end of data"),
     "twice.csv": ("prompt,answer,answer\na,b,c\n", "two of its columns have the same name"),
+    "indented.json": ('{\n  "prompt": "a"\n}\n', "indented.json cannot be read: line 1, column 2: "),
+    "texts.jsonl": ('"a"\n', 'row 1: needs a "prompt", a string or chat messages'),
+    **{
+        f"empty.{x}": (text, f"empty.{x} has no rows")
+        for x, text in dict(jsonl="\n", json="[]", csv="prompt\n").items()
+    },
+    "nothing.csv": ("", "nothing.csv has no rows"),
 }
 
 
@@ -73,9 +79,16 @@ FILES = {
 def test_values_in_files_stay_as_they_are(tmp_path, name):
     text, rows = FILES[name]
     (tmp_path / name).write_bytes(text.encode())
-    errors = ValueError, csv.Error, UserError
-    with pytest.raises(errors, match=rows) if isinstance(rows, str) else nullcontext():
+    with pytest.raises(UserError, match=rows) if isinstance(rows, str) else nullcontext():
         assert read_rows(f"{tmp_path}/{name}") == rows
+
+
+def test_a_file_that_is_not_there_or_lacks_the_columns_of_a_task_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no\.jsonl cannot be read: .*No such file"):
+        read_rows(f"{tmp_path}/no.jsonl")
+    (tmp_path / "rows.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: the task needs a column 'question'"):
+        read_rows(f"{tmp_path}/rows.jsonl", lambda row: {"prompt": row["question"]})
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG)
@@ -144,9 +157,14 @@ def test_prompts_that_are_too_long_can_be_left_out():
     (note,) = task.notes
     assert note.startswith("2 prompts have more than 7 tokens") and note.endswith("they are left out")
     assert check_prompts(task, PLAIN, None, config) == 7, "in a context of unknown length, too"
-    for task in task_of("1" * 8, held_out=["1"]), task_of("1", held_out=["1" * 8]):
+    for task, how in (task_of("1" * 8, held_out=["1"]), {}), (task_of("1", held_out=["1" * 8]), dict(eval_data=["a"])):
         with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on: see --eval_data"):
-            check_prompts(task, PLAIN, 10, config)
+            check_prompts(task, PLAIN, 10, replace(config, **how))
+    with pytest.raises(UserError, match="no prompts to train on, or none to evaluate on"):
+        check_prompts(task_of("1"), PLAIN, 10, replace(config, steps=0))
+    with pytest.raises(UserError, match=r"--max_completion_length 9: leaves no room for prompts .* of 9 tokens"):
+        check_prompts(task_of("1", held_out=["1"]), PLAIN, 9, replace(config, max_completion_length=9))
+    assert check_prompts(few := task_of("1"), PLAIN, 10, config) == 1 and "does not evaluate" in few.notes[0]
     assert check_prompts(task_of(held_out=["1"]), PLAIN, 10, replace(config, steps=0)) == 1
     assert check_prompts(task_of("1", held_out=["1" * 8]), PLAIN, 10, replace(config, eval_every=0)) == 1
 
