@@ -115,7 +115,7 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
         return _open_checkpoint(Path(source), config)
     if (Path(source) / "adapter_config.json").exists():
         raise UserError(f"{source}: contains adapters; merge them into their base model first (docs/extending.md)")
-    if Path(source).is_dir() and "settings" in run_folder.config_json(Path(source)):
+    if Path(source).is_dir() and run_folder.config_json(Path(source)):
         raise UserError(f"--model {source}: is the folder of a run; the model is in {source}/model")
     try:
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)

@@ -62,7 +62,7 @@ def edit(name: str, folder: Path, **changes) -> None:
 
 MODELS = {
     "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),
-    "a_run": partial(edit, "config.json", settings={"seed": 1}),
+    "a_run": lambda folder: (folder / "config.json").write_text('{"settings": {"algorithm": "grpo"}}'),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
     "with_adapters": lambda folder: (folder / "adapter_config.json").touch(),
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
