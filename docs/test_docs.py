@@ -299,6 +299,7 @@ def test_what_a_run_remembers_outlives_a_kill_on_one_rank_and_on_two(fork):
     # completions, which are off-policy, so its loss is not 0.
     assert abs(first["loss"]) < 1e-6 and abs(second["loss"]) > 1e-4
     assert (first["delay"], second["delay"]) == (0.0, 0.5)  # half of the second are of the first step
+    assert (first["groups"], second["groups"]) == (2, 4), "what the updates used, and not what was drawn"
     # The replay run takes the first prompts of the data, in order. The curriculum of the other run draws a few of 512
     # prompts. With this seed, it draws none of the first ones.
     in_order, chosen = ({line["prompt"] for line in conftest.samples(folder)} for folder in (replayed, whole))

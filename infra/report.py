@@ -40,7 +40,7 @@ def of_step(
     """Compute all metrics of a step. `groups` were trained on, `drawn` are all that were sampled, `updates` is what
     each call of `update` returned, and `seconds` are those of the rollout and of the updates. All ranks must call
     this."""
-    metrics = {"step": step, "delay": mean(step - group.step for group in groups)}
+    metrics = {"step": step, "groups": len(groups), "delay": mean(step - group.step for group in groups)}
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     metrics |= run.server.take_seconds() if run.server else {}
@@ -70,7 +70,6 @@ def of_groups(groups: list[Group], names: list[str]) -> dict:
         "truncated": mean(completion.truncated for completion in completions),
         "turns": mean(len(completion.turns) for completion in in_turns),
         "reply_length": mean(len(completion.ids) - completion.length for completion in in_turns),
-        "groups": sum(group.advantages is not None for group in groups),  # those that the updates used
         "groups_replaced": sum(group.advantages is None for group in groups),
         "equal_rewards": mean(not spread for spread in spreads),  # all rewards are equal, or there is only one
         "without_signal": mean(not group.has_signal for group in groups),
