@@ -40,7 +40,7 @@ from fast.growing_cache import make_room
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
-Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply; None ends the completion
+Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply, perhaps none; None: over
 CHECK_EVERY = {"cuda": 8, "cpu": 1}  # how many tokens between two checks for ended rows; each waits for the GPU
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
 PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
@@ -78,7 +78,8 @@ class Completion:
     head_ids: np.ndarray | None = None  # (T, K) int32, the likeliest ids at each token; None: not recorded
     head_logp: np.ndarray | None = None  # (T, K + 1) float32, of these and of all others together; -inf: none left
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
-    replies: list | None = None  # as texts or messages, for samples.jsonl and rewards; set in train.py
+    splits: list[int] | None = None  # where a turn begins right after another one, because the reply was empty
+    replies: list | None = None  # as texts or messages, for the rewards; set in train.py
 
     def __post_init__(self) -> None:
         self.ids, self.logp = np.asarray(self.ids, np.int32), np.asarray(self.logp, np.float32)
@@ -94,9 +95,9 @@ class Completion:
         """The ids of each turn of the model."""
         if self.written is None:
             return [self.ids.tolist()]
-        # Turns and replies alternate, and both have at least one token. The first one is a turn.
-        starts = np.flatnonzero(np.diff(self.written)) + 1
-        return [part.tolist() for part in np.split(self.ids, starts)[::2]]
+        starts = {*np.flatnonzero(np.diff(self.written)) + 1, *(self.splits or [])}  # of turns and of replies
+        parts = np.split(np.arange(len(self.ids)), sorted(starts))
+        return [self.ids[part].tolist() for part in parts if self.written[part[0]]]
 
 
 def uniforms(seed: int, step: int, samples: list[tuple[int, int]], length: int) -> np.ndarray:
@@ -117,7 +118,8 @@ def rollout(
 ) -> list[Completion]:
     """Sample one completion of each prompt. Row i of uniform (N, max_completion_length) picks the tokens of completion
     i. Greedy sampling needs no random numbers. Equal prompts are read only once. replies[i] is called whenever a turn
-    of completion i has ended. Without replies, every completion has one turn."""
+    of completion i has ended. If the reply is empty, the next turn begins at once. Without replies, every completion
+    has one turn."""
     begin = None if replies is None else replies.__getitem__
     return rollout_and_limit(model, prompts, uniform, sampling, begin=begin, progress=progress)[0]
 
@@ -222,6 +224,7 @@ class Drafts:
     done: Tensor  # (B,) bool, which of these are over
     reply_ids: Tensor  # (N, L), the ids of replies at their positions, and -1 elsewhere
     turn_starts: list[int]  # where the turn of each completion starts or, in a reply, where its next turn will
+    splits: list[list[int]]  # where turns start right after another one
     lengths: Tensor  # (N,), how many tokens each completion has so far, with its replies
     truncated: Tensor  # (N,) bool
     tokens: Tensor  # (N, L), like the next three
@@ -245,6 +248,7 @@ def _begin_drafts(N: int, logits: Tensor, sampling: Sampling) -> Drafts:
         done=torch.zeros(N, dtype=torch.bool, device=device),
         reply_ids=torch.full((N, L), -1, device=device),
         turn_starts=[0] * N,
+        splits=[[] for _ in range(N)],
         lengths=torch.zeros(N, dtype=torch.long, device=device),
         truncated=torch.zeros(N, dtype=torch.bool, device=device),
         tokens=torch.zeros(N, L, dtype=torch.long, device=device),
@@ -375,13 +379,17 @@ def _take_replies(drafts: Drafts, t: int, ends: Tensor, replies: list[Reply] | N
     for b in rows:
         n = int(drafts.live[b])
         reply = replies[n](drafts.turn(n, t))
-        next_turn = t + 1 + len(reply or [])
-        if reply and next_turn >= L:
+        if reply is None:
+            continue
+        next_turn = t + 1 + len(reply)
+        if next_turn >= L:
             drafts.truncated[n] = True  # the reply leaves no room for another turn, so it is dropped
-        elif reply:
-            drafts.reply_ids[n, t + 1 : next_turn] = torch.tensor(reply)
-            drafts.turn_starts[n] = next_turn
-            goes_on[b] = True
+            continue
+        drafts.reply_ids[n, t + 1 : next_turn] = torch.tensor(reply)
+        drafts.turn_starts[n] = next_turn
+        if not reply:
+            drafts.splits[n].append(next_turn)
+        goes_on[b] = True
     return goes_on
 
 
@@ -408,6 +416,7 @@ def _completions(drafts: Drafts, has_replies: bool) -> list[Completion]:
             head_ids=head_ids[i, :n].copy() if has_head else None,
             head_logp=head_logp[i, :n].copy() if has_head else None,
             written=written[i, :n].copy() if has_replies else None,
+            splits=drafts.splits[i] if has_replies else None,
         )
         for i, (n, truncated) in enumerate(zip(drafts.lengths.tolist(), drafts.truncated.tolist(), strict=True))
     ]

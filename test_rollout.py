@@ -149,9 +149,10 @@ def test_greedy_sampling_is_that_of_transformers():
 
 
 def replied(turn: list[int]) -> list[int] | None:
-    """Reply to some turns with 1 to 4 tokens, depending on what was sampled. Replies of two or more tokens contain
-    the end token 2. It ends a turn of the model, but must not end a reply."""
-    return None if sum(turn) % 3 == 0 else [7, 2, 0, 31][: 1 + turn[0] % 4]
+    """Reply to some turns with up to 4 tokens, depending on what was sampled. Replies of two or more tokens contain the
+    end token 2. It ends a turn of the model, but must not end a reply. After an empty reply, the next turn begins."""
+    length = 1 + turn[0] % 4 if turn[-1] % 4 else 0
+    return None if sum(turn) % 3 == 0 else [7, 2, 0, 31][:length]
 
 
 PIECES = ["x>y", "</", " ", "a", "\ufffd", "  ", "\ufffd", "bc"]  # the text of token i is PIECES[i % 8]
@@ -222,6 +223,7 @@ def test_turns_are_those_of_a_loop_and_are_scored_as_they_were_sampled(kind, cut
         # A turn that the length limit cuts off gets no reply.
         ended = [[turn for turn in turns if is_over(turn, sampling)] for turns in all_turns]
         assert heard == ended, "the reply function must be called once for each turn that ended"
+        assert any(one.splits for one in completions), "an empty reply, after which the next turn begins at once"
         for completion, (ids, written, truncated, turns, sets) in zip(completions, expected, strict=True):
             assert (completion.ids.tolist(), completion.written.tolist()) == (ids, written)
             assert completion.truncated == truncated

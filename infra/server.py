@@ -191,7 +191,7 @@ def complete(
     server: Server, url: str, prompt: list[int], uniform: np.ndarray, sampling: Sampling, reply: Reply | None
 ) -> Completion:
     """Ask for the turns of one completion, one after another."""
-    ids, logps, tops, written = [], [], [], []
+    ids, logps, tops, written, splits = [], [], [], [], []
     while True:
         room, seed = sampling.max_completion_length - len(ids), int(uniform[len(ids)] * 2**53)
         turn = ask_turn(server, url, prompt + ids, room, seed, sampling)
@@ -203,14 +203,16 @@ def complete(
         if reply is not None and not truncated:
             with server.replying:
                 reply_ids = reply(turn["token_ids"])
-            truncated = bool(reply_ids) and len(ids) + len(reply_ids) >= sampling.max_completion_length
-        if truncated or not reply_ids:
+            truncated = reply_ids is not None and len(ids) + len(reply_ids) >= sampling.max_completion_length
+        if truncated or reply_ids is None:
             break
+        if not reply_ids:
+            splits.append(len(ids))
         ids += reply_ids
         logps += [0.0] * len(reply_ids)
         tops += tops[-1:] * len(reply_ids)  # any will do
         written += [False] * len(reply_ids)
-    completion = Completion(ids, logps, truncated, written=written if reply else None)
+    completion = Completion(ids, logps, truncated, written=written if reply else None, splits=splits)
     if sampling.head:
         completion.head_ids, completion.head_logp = head(completion, tops, sampling.head)
     return completion

@@ -253,6 +253,15 @@ def test_greedy_completions_and_their_replies_are_those_of_generate(
     assert all(one == one | cut for one in stand_in.asked[TRIAL + 96 :])
 
 
+def test_after_an_empty_reply_a_server_begins_the_next_turn(stand_in):
+    sampling = Sampling(12, [-1], temperature=0.0)
+    sampling.eos_ids = [int(rollout(stand_in.model, [[3, 4]], None, sampling)[0].ids[1])]
+    (own,) = rollout(stand_in.model, [[3, 4]], None, sampling, replies=[lambda turn: []])
+    one = server.Server([stand_in.url], timeout=1.0, has_adapters=False)
+    of_server = server.complete(one, stand_in.url, [3, 4], np.zeros(12), sampling, lambda turn: [])
+    assert of_server.turns == own.turns and of_server.truncated and len(own.turns) > 1 and own.written.all()
+
+
 def test_heads_are_those_that_rollout_records(stand_in):
     asked = dict(prompt=[3, 4], max_tokens=12, stop_token_ids=[-1], temperature=1.0, logprobs=3, seed=0)
     tops = stand_in.complete(asked)["choices"][0]["logprobs"]["top_logprobs"]

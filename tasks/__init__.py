@@ -189,13 +189,18 @@ def columns_of(row: dict) -> dict:
 
 def as_completion(prompt: TextOrMessages, completion: Completion, tokenizer: Any) -> TextOrMessages:
     """Return what the rewards get: all messages of the completion if the prompt is a chat, otherwise all its text.
-    Replies are included. In a chat, a last reply that the model did not answer is left out."""
+    Replies are included. In a chat, a last reply that the model did not answer is left out, and messages of the
+    assistant that follow each other, because a reply has continued a turn, are joined."""
     if isinstance(prompt, str):
         return tokenizer.decode(completion.ids, skip_special_tokens=True)
     first, *later = [{"role": "assistant", "content": text} for text in turns_of(completion, tokenizer)]
     messages = [first]
     for reply, turn in zip(completion.replies or [], later, strict=False):
-        messages += [*reply, turn]
+        for message in [*reply, turn]:
+            if message["role"] == messages[-1]["role"] == "assistant":
+                messages[-1] = messages[-1] | {"content": messages[-1]["content"] + message["content"]}
+            else:
+                messages.append(message)
     return messages
 
 

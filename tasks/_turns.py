@@ -1,13 +1,14 @@
 """Replies between the model's turns: call the task's function, and encode what it returns for the rollout.
 
 When the model ends a turn, the task's reply(row, turns) is called. `turns` are the texts that the model has written so
-far. `row` is a copy for this completion only, so the function can keep the state of a game in it. The function returns
-None to end the completion. Otherwise it returns a text, which becomes a message from the user if the prompt is a chat.
-For a chat, it can also return a list of messages.
+far. `row` is a copy for this completion only, so the function can keep the state of a game in it. The function returns None to end the completion. Otherwise it returns a text, which becomes a message
+from the user if the prompt is a chat. For a chat, it can also return a list of messages. After an empty text or list,
+the model's next turn begins at once.
 
-In a chat, a reply is encoded with all that the template puts between the end of one turn and the start of the next.
-What the model has sampled is never encoded again. Asynchronous replies are not supported. No setting lists tools, but
-docs/extending.md shows how to write a tool as a reply function.
+In a chat, a reply is encoded with all that the template puts between the end of one turn and the start of the next. A
+message of the assistant is encoded alone, because it continues the turn. What the model has sampled is never encoded
+again. Asynchronous replies are not supported. No setting lists tools, but docs/extending.md shows how to write a tool
+as a reply function.
 """
 
 import copy
@@ -30,33 +31,40 @@ class Conversation:
     the token ids of the reply, or None if the completion is over."""
 
     reply: Callable
-    row: dict
+    given: dict  # the row of the prompt
     tokenizer: Any
     eos_ids: list[int]
     max_turns: int = 0  # 0: any number
     time_limit: Callable = nullcontext  # time_limit(what) is a context manager around each call of `reply`
     turns: list[str] = field(default_factory=list)
     replies: list[TextOrMessages] = field(default_factory=list)  # the replies so far, as texts or messages
+    row: dict = field(init=False)  # a copy of `given`, in which `reply` may store the state of a game
 
     def __post_init__(self) -> None:
-        self.row = copy.deepcopy({"prompt": self.row["prompt"], **columns_of(self.row)})
+        self.row = copy.deepcopy({"prompt": self.given["prompt"], **columns_of(self.given)})
 
     def __call__(self, ids: list[int]) -> list[int] | None:
         self.turns.append(self.tokenizer.decode(ids, skip_special_tokens=True))
         with self.time_limit(f"reply function {self.reply.__name__}"):
-            reply = self.reply(self.row, [*self.turns])
+            said = self.reply(self.row, [*self.turns])
         # After --max_turns turns, the completion ends, even if the function returns a reply. The function is still
         # called, so that it sees every turn.
-        if reply is None or len(self.turns) == self.max_turns:
+        if said is None or len(self.turns) == self.max_turns:
             return None
-        is_chat = not isinstance(self.row["prompt"], str)
-        if not isinstance(reply, str) and not (is_chat and is_prompt(reply)):
-            expected = "a text or a list of messages" if is_chat else "a text, as the prompt is no chat"
-            raise UserError(f"reply function {self.reply.__name__}: {reply!r:.200} is not {expected}")
-        if is_chat and isinstance(reply, str):
-            reply = [{"role": "user", "content": reply}]
+        reply = self.checked(said)
         self.replies.append(reply)
-        return encode_reply(self.tokenizer, reply, self.eos_ids, has_end=ids[-1] in self.eos_ids)
+        return encode_reply(self.tokenizer, reply, self.eos_ids, has_end=ids[-1] in self.eos_ids) if reply else []
+
+    def checked(self, said: object) -> TextOrMessages:
+        """Return what the function has said, as messages if the prompt is a chat, and otherwise as a text."""
+        is_chat = not isinstance(self.given["prompt"], str)
+        if isinstance(said, str):
+            as_messages = [{"role": "user", "content": said}] if said else []
+            return as_messages if is_chat else said
+        if is_chat and isinstance(said, list) and (not said or is_prompt(said)):
+            return said
+        expected = "a text or a list of messages" if is_chat else "a text, as the prompt is no chat"
+        raise UserError(f"reply function {self.reply.__name__}: {said!r:.200} is not {expected}")
 
 
 @dataclass
@@ -84,12 +92,16 @@ class Conversations:
 
 
 def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_end: bool = True) -> list[int]:
-    """Return the token ids between a turn and the next one. A text is encoded as it is. In a chat, the turn needs an
-    end token. If the model wrote one (`has_end`), it is not among the returned ids. If a stop string ended the turn,
-    the model wrote no end token, so the returned ids begin with one."""
+    """Return the token ids between a turn and the next one. A text is encoded as it is, and so is a message of the
+    assistant, which continues the turn. Any other reply in a chat needs an end token before it. If the model wrote one
+    (`has_end`), it is not among the returned ids. If a stop string ended the turn, the model wrote no end token, so the
+    returned ids begin with one."""
+    if not isinstance(reply, str) and [message["role"] for message in reply] == ["assistant"]:
+        reply = reply[0]["content"]
     if isinstance(reply, str):
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
     else:
+        # Some templates refuse a chat that begins with the assistant.
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         text = tokenizer.apply_chat_template([*turn, *reply], add_generation_prompt=True, tokenize=False)
         if left_out(tokenizer, [*turn, *reply]):  # some templates leave out messages of certain roles
@@ -99,6 +111,6 @@ def encode_reply(tokenizer: Any, reply: TextOrMessages, eos_ids: list[int], has_
         if not ids or ids[0] not in eos_ids:
             raise UserError("the model's chat template puts no end token after a turn, so a turn cannot get a reply")
         ids = ids[1:] if has_end else ids
-    if not reply or not ids:
+    if not ids:
         raise UserError("the reply has no tokens")
     return ids

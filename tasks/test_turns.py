@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 
 from config import UserError
 from rollout import Completion
-from tasks import Task, as_completion, guess
+from tasks import Task, as_completion, guess, turns_of
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Conversation, Conversations, encode_reply
 
@@ -55,7 +55,7 @@ def test_a_reply_is_what_the_template_puts_after_a_turn(monkeypatch, kind, role,
     assert CHAT.decode(encode_reply(CHAT, [message], ends, has_end=False)[1:]) == expected
     if kind == "chatml":
         with pytest.raises(UserError, match="has no tokens"):
-            encode_reply(CHAT, [], ends)
+            encode_reply(CHAT, "", ends)
 
 
 def conversation(said: object, is_chat: bool, **how) -> Conversation:
@@ -69,36 +69,41 @@ def conversation(said: object, is_chat: bool, **how) -> Conversation:
 
 
 NOT_MESSAGES = ".* is not a text or a list of messages"
-WRONG = [  # whether the prompt is a chat, what the reply function returns, and a part of the error
-    (False, "", "has no tokens"),
-    (False, USER_SAYS, r"reply function answer: \[{.*}\] is not a text, as the prompt is no chat"),
-    *((True, said, f"reply function answer: {NOT_MESSAGES}") for said in (7, USER_SAYS[0], ["7"], [{"role": "user"}])),
+WRONG = [  # whether the prompt is a chat, what the reply function returns, and the error
+    (False, USER_SAYS, r"\[{.*}\] is not a text, as the prompt is no chat"),
+    *((True, said, NOT_MESSAGES) for said in (7, USER_SAYS[0], ["7"], [{"role": "user"}], False)),
 ]
 
 
 @pytest.mark.parametrize("is_chat, said, wrong", WRONG)
 def test_a_wrong_reply(is_chat, said, wrong):
-    with pytest.raises(UserError, match=wrong):
+    with pytest.raises(UserError, match=f"reply function answer: {wrong}"):
         conversation(said, is_chat)([8, EOS_ID])
 
 
+CONTINUED = [{"role": "assistant", "content": "7"}]
 SAID = [  # whether the prompt is a chat, what the reply function returns, and the text that is inserted
     (False, "7", "7"),
     (True, "7", "<in>user:7<out><in>assistant:"),
     (True, MESSAGES, "<in>tool:7<out><in>tool:7<out><in>assistant:"),
+    (True, CONTINUED, "7"),
+    *((is_chat, "", "") for is_chat in (False, True)),
+    (True, [], ""),
 ]
 
 
 @pytest.mark.parametrize("is_chat, said, text", SAID)
 def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, is_chat, said, text):
-    """The first turn ends with an end token. A stop string ends the second turn, so the reply adds an end token."""
+    """The first turn ends with an end token. A stop string ends the second turn, so a message adds an end token, unless
+    it is the assistant's."""
     monkeypatch.setattr(CHAT, "chat_template", template("chatml"))
     limits = []
     made = conversation(said, is_chat, time_limit=lambda name: limits.append(name) or contextlib.nullcontext())
     inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, OUT if is_chat else EOS_ID], [4])]
-    assert inserted == [text, "<out>" + text if is_chat else text]
+    assert inserted == [text, "<out>" + text if "assistant:" in text else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
-    assert made.replies == [USER_SAYS if is_chat and said == "7" else said] * 2
+    messages = {"7": USER_SAYS, "": []}
+    assert made.replies == [messages.get(said, said) if is_chat and isinstance(said, str) else said] * 2
     assert limits == ["reply function answer"] * 2
     limited = conversation(said, is_chat, max_turns=2)
     assert [limited([2, EOS_ID]) is None for _ in range(2)] == [False, True]
@@ -129,6 +134,11 @@ def test_rewards_get_all_messages():
     # The first argument is a prompt. Here it is a chat, and in the next line a text.
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [first, *MESSAGES, last]
     assert as_completion("1", completion, TOKENIZER) == TOKENIZER.decode(ids, skip_special_tokens=True)
+    # A reply that continues a turn is a part of the message. After an empty one, the turn simply goes on.
+    completion = Completion([2, 30, 3, 4], [0.0] * 4, True, written=[True, False, True, True], splits=[3])
+    completion.replies = [CONTINUED, []]
+    assert as_completion(USER_SAYS, completion, TOKENIZER) == [{"role": "assistant", "content": "a7bc"}]
+    assert turns_of(completion, TOKENIZER) == ["a", "b", "c"]
 
 
 # ---- The game ----
