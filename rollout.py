@@ -79,7 +79,8 @@ class Completion:
     head_logp: np.ndarray | None = None  # (T, K + 1) float32, of these and of all others together; -inf: none left
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
     splits: list[int] | None = None  # where a turn begins right after another one, because the reply was empty
-    replies: list | None = None  # as texts or messages, for the rewards; set in train.py
+    replies: list | None = None  # as texts or messages, for the rewards; set in train.py, like the next one
+    state: dict | None = None  # what `reply` has stored in this completion's copy of the row; None after the rewards
 
     def __post_init__(self) -> None:
         self.ids, self.logp = np.asarray(self.ids, np.int32), np.asarray(self.logp, np.float32)

@@ -174,7 +174,7 @@ def start_groups(
     def wait_for_groups() -> list[Group]:
         own = wait_for_servers() if cfg.server else sampled
         for i, conversation in conversations.begun.items():
-            own[i].replies = conversation.replies  # as texts or messages, for the rewards
+            own[i].replies, own[i].state = conversation.replies, conversation.state  # for the rewards
         completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
         by_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
         return [Group(row["prompt_ids"], row, its, index=row.get("_index")) for row, its in zip(rows, by_prompt)]
@@ -193,6 +193,8 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
         group.right = run.task.right(reward_parts)  # (G,)
         group.has_signal = has_signal(group, cfg.mask_truncated, run.task.graded)
+        for completion in group.completions:
+            completion.state = None  # it may hold objects that cannot be saved
 
 
 @torch.no_grad()

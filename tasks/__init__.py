@@ -21,7 +21,7 @@ Which prompts share a call depends on the number of ranks, so a reward must not 
 prompts.
 
 A task can also reply to the model's turns (_turns.py). Its rewards then get a column `turns` with the texts that the
-model wrote. Not supported: prompts with images.
+model wrote, and in the other columns what the replies have stored there. Not supported: prompts with images.
 """
 
 import importlib
@@ -226,7 +226,8 @@ def call_rewards(
     if not groups:
         return [], []
     pairs = [(group.row, completion) for group in groups for completion in group.completions]
-    columns = {name: [row[name] for row, _ in pairs] for name in columns_of(groups[0].row)}
+    rows = with_all_columns([columns_of(row | (completion.state or {})) for row, completion in pairs])
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns["prompts"] = [row["prompt"] for row, _ in pairs]
     columns["completions"] = [as_completion(row["prompt"], completion, tokenizer) for row, completion in pairs]
     columns["completion_ids"] = [completion.ids.tolist() for _, completion in pairs]

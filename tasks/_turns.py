@@ -1,7 +1,8 @@
 """Replies between the model's turns: call the task's function, and encode what it returns for the rollout.
 
 When the model ends a turn, the task's reply(row, turns) is called. `turns` are the texts that the model has written so
-far. `row` is a copy for this completion only, so the function can keep the state of a game in it. The function returns None to end the completion. Otherwise it returns a text, which becomes a message
+far. `row` is a copy for this completion only, so the function can keep the state of a game in it, which the rewards see
+in its columns. The function returns None to end the completion. Otherwise it returns a text, which becomes a message
 from the user if the prompt is a chat. For a chat, it can also return a list of messages. After an empty text or list,
 the model's next turn begins at once.
 
@@ -65,6 +66,11 @@ class Conversation:
             return said
         expected = "a text or a list of messages" if is_chat else "a text, as the prompt is no chat"
         raise UserError(f"reply function {self.reply.__name__}: {said!r:.200} is not {expected}")
+
+    @property
+    def state(self) -> dict:
+        """What `reply` may have changed in its copy of the row. A text or a number is the same object in a copy."""
+        return {name: x for name, x in columns_of(self.row).items() if x is not self.given.get(name)}
 
 
 @dataclass

@@ -5,9 +5,10 @@ import contextlib
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from advantage import Group
 from config import UserError
 from rollout import Completion
-from tasks import Task, as_completion, guess, turns_of
+from tasks import Task, as_completion, call_rewards, guess, turns_of
 from tasks._characters import EOS_ID, char_tokenizer
 from tasks._turns import Conversation, Conversations, encode_reply
 
@@ -102,6 +103,7 @@ def test_a_reply_function_gets_all_turns_and_its_reply_is_inserted(monkeypatch, 
     inserted = [made.tokenizer.decode(made(ids)) for ids in ([2, 3, OUT if is_chat else EOS_ID], [4])]
     assert inserted == [text, "<out>" + text if "assistant:" in text else text]
     assert made.row["seen"] == [["ab"], ["ab", "c"]] and "prompt_ids" not in made.row
+    assert made.state == {"seen": made.row["seen"], "answer": ["2"]}, "and not what cannot have changed"
     messages = {"7": USER_SAYS, "": []}
     assert made.replies == [messages.get(said, said) if is_chat and isinstance(said, str) else said] * 2
     assert limits == ["reply function answer"] * 2
@@ -139,6 +141,17 @@ def test_rewards_get_all_messages():
     completion.replies = [CONTINUED, []]
     assert as_completion(USER_SAYS, completion, TOKENIZER) == [{"role": "assistant", "content": "a7bc"}]
     assert turns_of(completion, TOKENIZER) == ["a", "b", "c"]
+
+
+def test_rewards_see_what_reply_has_stored():
+    def stored(prompts, answer, calls, **columns):
+        assert (answer, calls) == ([["2"], ["2", "3"]], [None, 1]) and "prompt_ids" not in columns
+        return [0.0, 1.0]
+
+    row = {"prompt": "1", "prompt_ids": [3], "answer": ["2"]}
+    made = [Completion([2], [0.0], False, state=state) for state in (None, {"answer": ["2", "3"], "calls": 1})]
+    ((parts, _),), _ = call_rewards(Task([], [], [stored], [1.0]), [Group([3], row, made)], TOKENIZER, 0)
+    assert parts.tolist() == [[0.0], [1.0]]
 
 
 # ---- The game ----
