@@ -21,12 +21,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import conftest
+import rollout
 import train
 from batch import Batch, Group
 from bench import evidence, logs
@@ -34,8 +36,8 @@ from config import ALGORITHMS, Config
 from conftest import assert_same_files, metrics, run
 from infra.command_line import flags, for_argparse, parse, ready
 from loss import token_weights
-from rollout import Completion
-from tasks import guess
+from tasks import as_completion, guess, turns_of
+from tasks._turns import Conversation
 from tools import ablate
 
 HERE = Path(__file__).parent.parent
@@ -353,9 +355,33 @@ def test_the_environment_of_the_page(program):
     for turn, results in [(once + once, ["1", "2"]), (CALL % ("reset", "{}"), ["KeyError: 'reset'"]), (once, ["3"])]:
         assert file.reply(again, [once, turn]) == [{"role": "tool", "content": result} for result in results]
     assert file.reply(again, [once, "Done."]) is None
-    # The first completion reaches the target. The second has seven calls in one turn, and no target is above 6.
-    assert file.score([file.to_row(asked)["environment"] for _ in (1, 2)], [[once] * target, [once * 7]]) == [1.0, 0.0]
+    # Rewards see what the calls have left: one completion reaches the target, and the other has counted to 3.
+    assert file.reply(row, [once * target])
+    assert file.score([row["environment"], again["environment"]]) == [1.0, target == 3]
     assert {each["environment"].target for each in file.load(Config()).train} == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_tool_in_the_middle_of_a_turn(fork, monkeypatch):
+    """The model is made to write this answer. Its first call gets a result, and its second parenthesis ends no call."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(fork / "chat"), AutoTokenizer.from_pretrained(fork / "chat")
+    end, ids = tokenizer.eos_token_id, tokenizer("calc(12*3)=36 (eggs).<eos>").input_ids
+    numbers = np.array([ids]) / 1000  # the sampler below reads the ids from its random numbers
+
+    def sample(logits, u, sampling):
+        return (1000 * u).round().long(), u.float(), None, None
+
+    monkeypatch.setattr(rollout, "sample", sample)
+    row = {"prompt": [{"role": "user", "content": "12*3?"}]}
+    conversation = Conversation(names_in(fork, "calc").reply, row, tokenizer, [end])
+    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
+    sampling = rollout.Sampling(len(ids), [end], stop=[")"], to_text=tokenizer.decode)
+    (made,) = rollout.rollout(model, [prompt["input_ids"]], numbers, sampling, replies=[conversation])
+    assert made.ids.tolist() == ids and not made.truncated
+    assert tokenizer.decode(made.ids[~made.written]) == "=36" and (made.logp[~made.written] == 0).all()
+    assert conversation.turns == turns_of(made, tokenizer) == ["calc(12*3)", " (eggs)", "."]
+    made.replies = conversation.replies
+    message = {"role": "assistant", "content": "calc(12*3)=36 (eggs)."}
+    assert as_completion(row["prompt"], made, tokenizer) == [message]
 
 
 def test_runs_with_the_game_with_the_environment_and_with_a_reward_for_each_turn(fork):
@@ -388,7 +414,7 @@ def test_the_rewards_of_turns_have_the_gradient_of_the_expected_return(fork):
     for group in itertools.product(TWO_TURNS, repeat=3):
         # Each turn is one token. The reply between two turns is one token, too.
         written = [[True, False, True][: 2 * len(actions) - 1] for actions in group]
-        made = [Completion([1] * len(mask), [0.0] * len(mask), False, written=mask) for mask in written]
+        made = [rollout.Completion([1] * len(mask), [0.0] * len(mask), False, written=mask) for mask in written]
         advantages = by_turn(Group([], {}, made, extras=[{"of_turns": TWO_TURNS[actions]} for actions in group]))
         for actions, A, mask in zip(group, advantages, written, strict=True):
             assert A.shape == (len(mask),) and (len(mask) == 1 or A[1] == 0), "a reply has advantage 0"
