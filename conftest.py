@@ -339,7 +339,16 @@ def die() -> None:
 
 # ---- What a GPU would have to do: operations and waits, counted on a CPU; and CUDA graphs ----
 
-NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "set_"}
+NO_KERNEL = {
+    "promote_types",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "_unsafe_view",
+    "set_",
+}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}  # the host needs their results
 COPIES = {"cpu", "tolist", "tensor", "as_tensor"}  # between host and GPU
 
@@ -351,6 +360,7 @@ class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.launches, self.waits, self.copies = Counter(), Counter(), Copies(self)
+        self.bytes = 0  # read and written by these operations
 
     def __enter__(self) -> "Operations":
         self.copies.__enter__()
@@ -368,9 +378,12 @@ class Operations(TorchDispatchMode):
         indices = args[1] if name.startswith("index") and isinstance(args[1], list) else []
         if name in WAITS or any(x is not None and x.dtype == torch.bool for x in indices):
             self.wait(name)
-        elif not func.is_view and name not in NO_KERNEL:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and name not in NO_KERNEL and name not in WAITS:
             self.launches[name] += 1
-        return func(*args, **(kwargs or {}))
+            read = () if name == "gather" else args  # it reads as much as it writes
+            self.bytes += sum(x.nbytes for x in tree_leaves((read, out)) if isinstance(x, Tensor))
+        return out
 
 
 class Copies(TorchFunctionMode):
@@ -396,25 +409,36 @@ class Copies(TorchFunctionMode):
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`: repeats the recorded operations on the tensors of the capture. A number
-    that was read on the host keeps its recorded value."""
+    """Stands in for `torch.cuda.CUDAGraph`: records the operations of a capture, and repeats them on its tensors. A
+    number that was read on the host keeps its recorded value."""
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self.shared_pool, self.recording = pool, Recording()
+        self.recording.__enter__()
+
+    def capture_end(self) -> None:
+        self.recording.__exit__(None, None, None)
+        self.launches = self.recording.launches
+
+    def pool(self) -> object:
+        return self.shared_pool or self
 
     def replay(self) -> None:
         with _disable_current_modes():  # for `Operations`, a replay is no operation
-            for func, args, kwargs, out in self.recorded:
+            for func, args, kwargs, out in self.recording.calls:
                 for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                     # A result in new memory goes where the recorded one is. An operation in place has put it there.
                     if isinstance(old, Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         old.copy_(new)
 
 
-class Capture(Operations):
-    """Stands in for `torch.cuda.graph`, and raises where the host would wait. A GPU would only record the operations.
-    Here they also run, so the tensors that they change are put back at the end."""
+class Recording(Operations):
+    """Records operations, and raises an error where the host would wait. A GPU would not run them. Here they run, so
+    the tensors that they change are put back at the end."""
 
-    def __init__(self, graph: Graph, **settings):
+    def __init__(self):
         super().__init__()
-        graph.recorded, graph.launches, self.graph, self.changed = [], self.launches, graph, []
+        self.calls, self.changed = [], []
 
     def wait(self, name: str) -> None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
@@ -423,7 +447,7 @@ class Capture(Operations):
         if func._schema.is_mutable:
             self.changed.append((args[0], args[0].clone()))
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.graph.recorded.append((func, args, kwargs or {}, out))
+        self.calls.append((func, args, kwargs or {}, out))
         return out
 
     def __exit__(self, *error) -> None:
@@ -436,8 +460,10 @@ class Capture(Operations):
 def graphs(monkeypatch) -> list[Graph]:
     """Let `--decode graph` capture graphs on a CPU, and return the list of all graphs that are made."""
     made = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Graph()) or made[-1])
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    stand_ins = dict(CUDAGraph=lambda: made.append(Graph()) or made[-1], Stream=object, synchronize=lambda: None)
+    stand_ins |= dict(stream=contextlib.nullcontext, mem_get_info=lambda: (3e9, 8e10), empty_cache=pytest.fail)
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr("infra.decoding.CAPTURING", {"cpu"})
     return made
 
@@ -458,7 +484,9 @@ def watch(monkeypatch):
             calls.append(SimpleNamespace(args=args, kwargs=kwargs, result=function(*args, **kwargs)))
             return calls[-1].result
 
-        calling.__kwdefaults__ = function.__kwdefaults__  # which name the settings that are passed to it
+        calling.__kwdefaults__ = getattr(
+            function, "__kwdefaults__", None
+        )  # which name the settings that are passed to it
         monkeypatch.setattr(owner, name, calling)
         return calls
 

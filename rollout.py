@@ -37,6 +37,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from config import SMALLER, UserError
 from fast.growing_cache import make_room
+from fast.token_search import first_above
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
@@ -316,15 +317,15 @@ def _read_prompts(
 ) -> tuple[Tensor, dict]:
     """Read each prompt once, in pieces if there are many tokens. Then repeat its cache for all its completions, each
     with room for this many tokens. Return the logits (N, V) of the first tokens, and the arguments of the model."""
-    # --decode graph sets `forward` on the model object to a function that cannot read prompts in pieces
-    # (infra/decoding.py). Otherwise `forward` belongs to the model's class, and is not in vars(model).
-    is_graph, past = "forward" in vars(model), cache_of(kwargs)
-    if past is not None and not is_graph and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
+    past = cache_of(kwargs)
+    if past is not None and all(type(layer) in PIECEWISE_LAYERS for layer in past.layers):
         generation_config.prefill_chunk_size = max(1, PROMPT_TOKENS // len(input_ids))
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     _select_rows(kwargs, of_prompt)
-    make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + room)
+    # With --decode graph, `forward` is an object that has its own way to let the cache grow (infra/decoding.py).
+    let_grow = getattr(model.forward, "make_room", make_room)
+    let_grow(cache_of(kwargs), max_tokens=input_ids.shape[1] + room)
     return out.logits[:, -1][of_prompt], kwargs
 
 
@@ -483,8 +484,9 @@ def _head(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _pick(p: Tensor, u: Tensor) -> Tensor:
     """Return the first token (B, 1) whose cumulative probability exceeds u (B, 1), for p (B, V)."""
-    # A GPU computes a cumulative sum in parallel. In fp32 it may then not be monotonic.
-    cdf = p.cumsum(-1, dtype=torch.float64 if p.is_cuda else p.dtype)
+    if p.is_cuda:  # it adds in parallel; a sum in fp32 might not be monotonic, and one in fp64 takes long
+        return first_above(p, u)
+    cdf = p.cumsum(-1)
     total = cdf[:, -1:]  # not 1 if p was cut, or because of rounding, so u is scaled by it
     # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
     # not pick a first token that has probability 0.
@@ -499,8 +501,10 @@ def _cut(p: Tensor, sampling: Sampling) -> Tensor:
         p = p.where(p >= p.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1.0:
         high, order = p.sort(descending=True)
-        mass_before = high.cumsum(-1).sub_(high)
-        high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True), 0.0)
+        # A GPU adds in another order if there are other rows. In fp64, this does not change a set.
+        dtype = torch.float64 if p.is_cuda else p.dtype
+        mass_before = high.cumsum(-1, dtype=dtype).sub_(high)
+        high = high.where(mass_before < sampling.top_p * high.sum(-1, keepdim=True, dtype=dtype), 0.0)
         del mass_before  # as large as p, so free it before the next line allocates
         p = torch.zeros_like(p).scatter_(1, order, high)
     if sampling.min_p > 0.0:

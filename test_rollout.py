@@ -17,8 +17,9 @@ import rollout as rollout_module
 from advantage import Group
 from batch import collate
 from config import UserError
-from conftest import VOCAB, as_lists, rounding, tiny_model
+from conftest import VOCAB, Operations, as_lists, rounding, tiny_model
 from fast.growing_cache import GrowingLayer
+from fast.token_search import first_above
 from logprob import token_logprobs
 from rollout import Completion, Sampling, rollout, rollout_and_limit, sample, uniforms
 
@@ -238,6 +239,35 @@ def test_a_token_of_probability_zero_is_never_picked(u, expected):
     logits = torch.full((1, 6), float("-inf"))
     logits[0, 2:4] = 1.0
     assert sample(logits, torch.tensor([u], dtype=torch.float64), Sampling(1, [0]))[0] == expected
+
+
+@pytest.mark.parametrize("V", [5, 128, 1000, 49152])
+def test_the_search_in_two_levels_finds_the_same_tokens(V):
+    """For almost uniform and for very uneven distributions, also with most ids cut off."""
+    torch.manual_seed(0)
+    whole = (torch.randn(40, V) * torch.linspace(0.1, 12, 40)[:, None]).softmax(-1)
+    u = torch.rand(40, 25, dtype=torch.float64)
+    u[:, 0] = 0.0
+    for p in (whole, whole.where((torch.rand(40, V) < 0.3) | (whole == whole.amax(-1, keepdim=True)), 0.0)):
+        cdf = p.cumsum(-1, dtype=torch.float64)
+        found = torch.cat([first_above(p, u[:, i : i + 1]) for i in range(25)], 1)
+        assert torch.equal(found, torch.searchsorted(cdf, u * cdf[:, -1:], right=True))
+        # Rounding may make the last of these the whole sum. A token without probability must not be picked then.
+        ends = torch.cat(
+            [first_above(p, torch.full((40, 1), end, dtype=torch.float64)) for end in (0.0, 1 - 2**-53, 1)], 1
+        )
+        assert p.gather(1, ends).min() > 0.0
+    assert first_above(torch.full((1, V), torch.nan), u[:1, :1]).item() < V  # an error is raised later
+
+
+def test_the_search_in_two_levels_reads_the_distribution_once():
+    p, u = torch.rand(4, 49152), torch.rand(4, 1, dtype=torch.float64)
+    with Operations() as plain:
+        cdf = p.cumsum(-1, dtype=torch.float64)  # on a GPU, p is first copied to fp64, so this counts too little
+        torch.searchsorted(cdf, u, right=True)
+    with Operations() as two_levels:
+        first_above(p, u)
+    assert plain.bytes > 4 * p.nbytes and two_levels.bytes < 1.2 * p.nbytes
 
 
 def test_kept_sets_that_are_too_large_for_memory_are_refused_with_their_size(monkeypatch):

@@ -164,7 +164,7 @@ def start_groups(
     if cfg.server:
         wait_for_servers = ask_servers(run, prompts, uniform, sampling, begin)
     else:
-        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode, cfg.max_completion_length)
+        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode)
         with prepared, ranks.fail_together():
             # The limit of tokens at once is lower than before if memory ran out.
             sampled, run.sampling.tokens_at_once = rollout_and_limit(
