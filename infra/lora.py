@@ -75,9 +75,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def notes(model: PreTrainedModel) -> Iterator[str]:
-    """Yield a note if there are weights with more than two dimensions, which get no adapters."""
-    if adapted_layers(model) and any(p.dim() > 2 for p in model.parameters()):
-        yield "some weights get no adapters: those of convolutions, and of experts that are stored as one tensor"
+    """Yield a note for weights that adapters do not reach, and one for adapters that get no gradient."""
+    layers = adapted_layers(model)
+    left_out = {".".join(name.split(".")[-2:]) for name, p in model.named_parameters() if p.dim() > 2}
+    if layers and left_out:
+        yield f"no adapters for {', '.join(sorted(left_out))}: experts in one tensor and convolutions stay as they are"
+    if any(name.endswith("dt_proj") for name in layers):
+        yield "the adapters of dt_proj learn nothing: the model reads the weight of this layer without calling it"
 
 
 # ---- Adapters on disk, in the format of PEFT ----
@@ -94,6 +98,7 @@ def save_adapters(folder: Path, model: PreTrainedModel, adapters: dict[str, Tens
         r=len(first.lora_A),
         lora_alpha=round(first.lora_scale * len(first.lora_A)),  # PEFT and vLLM expect an integer
         target_modules=sorted({name.rpartition(".")[2] for name in layers}),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # their weights are transposed
     )
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     tensors = {f"base_model.model.{name}.weight": x.detach().cpu() for name, x in adapters.items()}

@@ -45,6 +45,7 @@ def disturb(model: nn.Module) -> None:
         p.data += 0.1 * torch.randn_like(p)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # PEFT would correct fan_in_fan_out for GPT-2
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox"])
 def test_log_probs_gradients_and_files_are_those_of_peft(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "base")
@@ -100,9 +101,14 @@ def test_new_adapters_are_uniform_and_follow_from_the_seed():
         assert abs(A.mean()) < 4 * len(A) ** -0.5 and abs(A.std() - 1) < 4 * len(A) ** -0.5
 
 
-def test_weights_without_adapters_are_reported():
-    (note,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
-    assert "some weights get no adapters" in note
+def test_what_adapters_do_not_train_is_reported():
+    (experts,) = lora.notes(lora.add_adapters(tiny_model("qwen3_moe"), 2, 4))
+    assert experts.startswith("no adapters for experts.down_proj, experts.gate_up_proj: ")
+    convolution, unused = lora.notes(model := lora.add_adapters(tiny_model("mamba"), 2, 4))
+    backward(model)
+    without_gradient = [name for name, p in lora.trained_tensors(model).items() if p.grad is None]
+    assert "conv1d.weight" in convolution and "dt_proj learn nothing" in unused
+    assert without_gradient and all("dt_proj" in name for name in without_gradient)
     # Neither needs a note: this Llama has adapters in all layers, and this Qwen has no adapters.
     assert [*lora.notes(lora.add_adapters(tiny_model("llama"), 2, 4)), *lora.notes(tiny_model("qwen3_moe"))] == []
 
