@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import sys
+import textwrap
 from collections import namedtuple
 from pathlib import Path
 
@@ -40,19 +41,20 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 STYLES = [{"color": COLOURS[i % 7], "linestyle": DASHES[i % 5], "linewidth": 1.3} for i in range(35)]
 PANELS = "reward accuracy length length_correct length_incorrect entropy kl clip_high clip_low grad_norm equal_rewards"
 METRICS = {"accuracy": "eval/accuracy", "length": "completion_length"}  # any other panel is a metric by its own name
-Log = namedtuple("Log", "settings lines made_by", defaults=[{}])  # the last has digests of the code and of files
+# `made_by` has digests of the code and of files.
+Log = namedtuple("Log", "settings lines made_by folder", defaults=[{}, Path()])
 
 
 def read_log(folder: Path) -> Log:
     about = run_folder.config_json(folder)
     run_folder.still_there(about["settings"], folder)  # only for its note
     made_by = {"code": about.get("code")} | about.get("digests", {})
-    return Log(about["settings"], run_folder.read_lines(folder / "metrics.jsonl"), made_by)
+    return Log(about["settings"], run_folder.read_lines(folder / "metrics.jsonl"), made_by, folder)
 
 
 def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     """Group the runs that differ only in their seed. The label of a group names the settings that vary, without those
-    that follow from the algorithm if it varies."""
+    that follow from the algorithm if it varies. If the code or files vary, it has the names of the runs' folders."""
     # Runs of other code, or from other files, are told apart as those with other settings are.
     logs = [log._replace(settings=log.settings | log.made_by) for log in logs]
     settings = dict.fromkeys(name for log in logs for name in log.settings)  # in order, and each only once
@@ -66,7 +68,16 @@ def by_settings(logs: list[Log]) -> dict[str, list[Log]]:
     for log in logs:
         label = ", ".join(f"{name} {log.settings.get(name)}" for name in differ) or log.settings["algorithm"]
         groups.setdefault(label, []).append(log)
+    if any(name in log.made_by for log in logs for name in differ):  # a digest would tell a reader nothing
+        by_name = {", ".join(dict.fromkeys(map(name_of, own))): own for own in groups.values()}
+        by_path = {", ".join(str(log.folder) for log in own): own for own in groups.values()}
+        groups = by_name if len(by_name) == len(groups) else by_path
     return groups
+
+
+def name_of(log: Log) -> str:
+    """Return the name of a run's folder, without its seed."""
+    return log.folder.name.removesuffix(f"-{log.settings['seed']}")
 
 
 def series(logs: list[Log], metric: str) -> tuple[list[int], np.ma.MaskedArray]:
@@ -108,7 +119,9 @@ def draw_picture(groups: dict[str, list[Log]], panels: list[str], width: int, co
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     legend = [label if len(logs) == 1 else f"{label} ({seeds(logs)})" for label, logs in groups.items()]
-    figure = Figure(figsize=(2.4 * columns, 1.9 * rows + 0.15 * (len(legend) + 2)), layout="constrained")
+    legend = [textwrap.fill(label, 36 * columns) for label in legend]  # not wider than the panels
+    lines = sum(label.count("\n") + 1 for label in legend)
+    figure = Figure(figsize=(2.4 * columns, 1.9 * rows + 0.15 * (lines + 2)), layout="constrained")
     for i, panel in enumerate(panels):
         draw_panel(figure.add_subplot(rows, columns, i + 1), groups, panel, width, x)
     note = f"line: mean over seeds, band: lowest to highest\nrunning mean of {width} steps"

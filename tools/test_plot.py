@@ -40,6 +40,24 @@ def test_the_runs_of_several_seeds_are_one_line(tmp_path):
         assert len(plot.by_settings([plot.Log(x, []) for x in (*own, own[0] | other)])) == 3
 
 
+def test_a_legend_names_the_folders_of_runs_from_other_files_and_is_not_cut_off(tmp_path):
+    def labels(*names: str) -> list[str]:
+        groups = plot.by_settings([plot.read_log(tmp_path / name) for name in names])
+        figure = plot.draw_picture(groups, ["reward"], 1, 1, "step")
+        figure.draw_without_rendering()
+        box, (legend,) = figure.bbox, figure.legends
+        assert all(box.x0 <= edge <= box.x1 for edge in legend.get_window_extent().intervalx)
+        assert all(box.y0 <= edge <= box.y1 for edge in legend.get_window_extent().intervaly)
+        return [*groups]
+
+    for name, digest in {"a-0": "d", "a-1": "d", "b-0": "e", "x/c-0": "d", "y/c-0": "e"}.items():
+        run = folder(tmp_path / name, [{"step": 1, "reward": 0.5}], seed=int(name[-1]))
+        about = json.loads((run / "config.json").read_text()) | {"digests": {f"digest of {tmp_path}/r.py": digest}}
+        (run / "config.json").write_text(json.dumps(about))
+    assert labels("a-0", "a-1", "b-0") == ["a", "b"]
+    assert labels("x/c-0", "y/c-0") == [f"{tmp_path}/x/c-0", f"{tmp_path}/y/c-0"]
+
+
 def drawn(logs: list[list[dict]], panel: str, width: int, x: str = "step") -> list[list[list[float]]]:
     """Draw the runs with these logs, which differ in their seed. Return what the axes have for each step: [step, the
     line, the lower and the upper edge of the band]."""
