@@ -1,5 +1,5 @@
 """Count the seeds in which the mean reward of the lax judge rises and that of the strict judge does not: points 1 and 2
-under "What counts" in README.md.
+under "What counts" in the protocol (`git show bf4c6e7:results/real_cheat/README.md`).
 
     PYTHONPATH=. python results/real_cheat/counts.py results/real_cheat    counts the finished runs of this study
 """
