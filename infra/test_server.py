@@ -3,10 +3,13 @@
 import itertools
 import json
 import os
+import socket
 import threading
 import time
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import nullcontext, suppress
+from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -18,31 +21,38 @@ from torch import nn
 from transformers import GenerationConfig
 
 import train
-from conftest import flags, metrics, run
+from conftest import errors, flags, metrics, run
 from infra import report, server
 from infra.lora import add_adapters
 from rollout import Completion, Sampling, rollout
 from tasks.sorting import model as sorting_model
 
 
-class StandIn(HTTPServer):
+class StandIn(ThreadingHTTPServer):
     """Samples with this project's `rollout`. Tensors whose name contains `stale` keep their values, and settings of a
     request that are in `disobeyed` have the values there. `fault` is called with each path before a request is
     answered, and may change the server. What it returns, if anything, is the status and text of the answer."""
 
-    request_queue_size = 512  # connections that wait
+    request_queue_size = server.OPENING  # new connections that may wait
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
         self.url, self.asked, self.stale = f"http://127.0.0.1:{self.server_port}/", [], "no tensor"
         self.disobeyed, self.versions, self.fault = {}, [], lambda server, path: None
+        self.opened, self.computing = [], threading.Lock()  # all connections so far; one computation at a time
         self.restart()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
         self.versions.append("as started")
         self.model = add_adapters(sorting_model(SimpleNamespace(seed=0))[0], rank=4, alpha=32)
         self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.clone())  # no longer that of the embedding
+
+    def disconnect(self) -> None:
+        """Close all connections, as servers do with those that nobody has used for a while."""
+        for connection in self.opened:
+            with suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def answer(self, path: str, body: dict) -> dict:
         if path == "/weight_info":
@@ -80,34 +90,45 @@ class StandIn(HTTPServer):
 
 
 class Requests(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.opened.append(self.connection)
+
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length", 0))
         body = json.loads(self.rfile.read(length) or "{}")
         path = self.requestline.split()[1]  # unlike self.path, it has all slashes
-        status, text = self.server.fault(self.server, path) or (200, None)
-        with suppress(ConnectionError):  # whoever asked may be gone, and another test may read what is printed here
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write((text or json.dumps(self.server.answer(path, body))).encode())
+        with self.server.computing if path == "/v1/completions" else nullcontext():
+            status, text = self.server.fault(self.server, path) or (200, None)
+            text = text or json.dumps(self.server.answer(path, body))
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     do_GET = do_POST
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # whoever asked may be gone
+            super().handle()
 
     def log_message(self, *args) -> None:
         pass
 
 
-TRIAL = 2 * 4 + 4  # requests of the short trial to each server: four prompts twice, and single tokens
+TRIAL = 2 * 4  # requests of the short trial to each server: four prompts twice
 
 
 def shorten_the_trial() -> None:
     """Do in another process what the fixture `stand_in` does in this one."""
-    server.TRIAL_PROMPTS = server.TRIAL_TOKENS = 4
+    server.TRIAL_PROMPTS = 4
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    for name in ("TRIAL_PROMPTS", "TRIAL_TOKENS"):
-        monkeypatch.setattr(server, name, 4)
+    monkeypatch.setattr(server, "TRIAL_PROMPTS", 4)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # servers are asked without a proxy
     soon = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / 20)})
     monkeypatch.setattr(server, "time", soon)
@@ -152,7 +173,7 @@ def test_a_run_trains_on_what_a_server_has_sampled_with_its_weights(go, stand_in
     assert all(one["ignore_eos"] and one["top_k"] == 0 and one["repetition_penalty"] == 1.0 for one in stand_in.asked)
     # If the run is killed, its next start deletes what is called .partial.
     assert [(path.parents[1], path.parent.suffix) for path in stand_in.folders] == [(tmp_path, ".partial")] * 2
-    assert not [path for path in tmp_path.iterdir() if "served" in path.name]
+    assert not [path for path in tmp_path.iterdir() if "weights" in path.name]
     there = stand_in.model.state_dict()
     for name, x in load_file(out / "model/model.safetensors").items():
         assert x.equal(there[name])  # the last evaluation was made with the last weights
@@ -209,10 +230,10 @@ def test_with_a_delay_a_server_samples_during_the_updates_with_the_weights_from_
 
 
 def test_two_ranks_of_a_sharded_model_share_two_servers(sorting, tmp_path, stand_in):
-    """Each server gets half of the twelve requests of a step. In step 3 both refuse the last one. One rank says so."""
+    """Each server gets half of the twelve requests of a step. In step 3 both refuse them. One rank says so."""
     both = stand_in, StandIn()
     for one in both:
-        one.fault = lambda one, path: (400, "no") if "compl" in path and len(one.asked) == TRIAL + 17 else None
+        one.fault = lambda one, path: (400, "no") if "compl" in path and len(one.asked) >= TRIAL + 12 else None
     settings = dict(server=[one.url for one in both], max_completion_length=12, learning_rate=0.02, steps=3, shard=True)
     shown = run(sorting | settings, tmp_path / "out", shorten_the_trial, code=2, world=2)
     lines = metrics(tmp_path / "out")
@@ -222,7 +243,7 @@ def test_two_ranks_of_a_sharded_model_share_two_servers(sorting, tmp_path, stand
 def test_seconds_are_those_of_one_step(monkeypatch):
     """Here, each look at the clock is a second after the last one."""
     monkeypatch.setattr(server, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    one = server.Server([], timeout=1.0, has_adapters=False)
+    one = server.Server(["http://a"], timeout=1.0, has_adapters=False)
     for _ in range(2):  # rounds of dynamic sampling
         server.wait_for(one, one.background.submit(list))
     assert [one.take_seconds()["seconds_waited"] for _ in range(2)] == [2, 0]
@@ -235,11 +256,8 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go, stand_in):
     assert metrics(go("off", steps=1, rollout_dtype="bfloat16"))[0]["sampler_gap"] > 0.01
 
 
-def test_greedy_completions_and_their_replies_are_those_of_generate(
-    go, stand_in, sorting, tmp_path, monkeypatch, watch
-):
+def test_greedy_completions_and_their_replies_are_those_of_generate(go, stand_in, sorting, tmp_path, watch):
     evaluations = watch(report, "of_evaluation")
-    monkeypatch.setattr(server, "TRIAL_TOKENS", 100)  # enough to tell the temperature from 1
     cut = dict(top_k=5, top_p=0.9, min_p=0.1, stop=["~"])
     settings = cut | dict(keep_set=False, temperature=0.25, steps=0, eval_every=1, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
@@ -266,22 +284,24 @@ def test_heads_are_those_that_rollout_records(stand_in):
     asked = dict(prompt=[3, 4], max_tokens=12, stop_token_ids=[-1], temperature=1.0, logprobs=3, seed=0)
     tops = stand_in.complete(asked)["choices"][0]["logprobs"]["top_logprobs"]
     (one,) = rollout(stand_in.model, [[3, 4]], np.random.default_rng(0).random((1, 12)), Sampling(12, [-1], head=3))
-    ids, logp = server.head(one, tops, 3)
+    ids, logp = server.likeliest(one, tops, 3)
     assert (ids == one.head_ids).all() and max(map(len, tops)) == 4  # with sampled ids that are not among the three
     assert logp == pytest.approx(one.head_logp, abs=1e-5)
     # The others have at least the probability of the sampled id, even where 1 minus the head's is 0.
     rare = Completion([9], [-20.0], truncated=False)
-    assert server.head(rare, [{"token_id:9": -20.0, "token_id:1": 0.0}], 1)[1].tolist() == [[0.0, -20.0]]
+    assert server.likeliest(rare, [{"token_id:9": -20.0, "token_id:1": 0.0}], 1)[1].tolist() == [[0.0, -20.0]]
 
 
-PARTS = {"lm_head": "head", "embed": "embedding", "norm": "norms", "attn": "attention", "mlp": "feed-forward layers"}
+PARTS = ("lm_head", "embed", "norm", "attn", "mlp")
+NOISE = "given weights with noise, its log-probs differ from the trainer's by"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stale", PARTS)
-def test_weights_that_do_not_arrive_are_named(go, stand_in, capsys, stale):
+def test_a_server_that_goes_on_with_a_part_of_its_old_weights_is_refused(go, stand_in, capsys, stale, dtype):
     stand_in.stale = stale
-    go(code=2, server=[StandIn().url, stand_in.url])
-    assert f"given new weights, it still computes with the old {PARTS[stale]}" in capsys.readouterr().err
+    go(code=2, server=[StandIn().url, stand_in.url], rollout_dtype=dtype)
+    assert f"error: --server {stand_in.url}: {NOISE}" in capsys.readouterr().err
 
 
 def test_adapters_are_handed_over(go, sorting, stand_in, capsys, tmp_path):
@@ -295,64 +315,115 @@ def test_adapters_are_handed_over(go, sorting, stand_in, capsys, tmp_path):
     of_data = dict(task="data", data=None, eval_data=sorting["data"], reward="tasks.sorting:sorted_share")
     go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3, **of_data)
     assert all(one["model"] == "adapters" and one["stop_token_ids"] == [1, 5] for one in stand_in.asked)
-    stand_in.restart()
-    stand_in.stale = "lora_B"
-    go("stale", code=2, **settings)
-    assert "old adapters" in capsys.readouterr().err
+    stand_in.stale = "lora"
+    for dtype in ("float32", "bfloat16"):
+        stand_in.restart()
+        go(f"stale-{dtype}", code=2, rollout_dtype=dtype, **settings)
+        assert NOISE in capsys.readouterr().err
 
 
-OTHERWISE = [("temperature", 0.73, "are off by"), ("seed", 0, "do not have"), ("finish_reason", "abort", "with abort")]
-
-
-@pytest.mark.parametrize("name, value, words", OTHERWISE)
-def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, monkeypatch, capsys, name, value, words):
-    monkeypatch.setattr(server, "TRIAL_TOKENS", 100)  # enough to tell frequencies, and less than the 500 of a run
+@pytest.mark.parametrize("name, value, words", [("temperature", 0.73, NOISE), ("finish_reason", "abort", "with abort")])
+def test_a_server_that_samples_otherwise_than_asked_is_refused(go, stand_in, capsys, name, value, words):
     stand_in.disobeyed = {name: value}
     go(code=2, server=[StandIn().url, stand_in.url], temperature=0.7)
     assert words in capsys.readouterr().err
 
 
-def test_a_server_that_restarts_gets_the_weights_again(go, stand_in):
-    """It answers with the weights that it started with, and without an error. After the first restart, it first answers
-    nothing at all for a while. The second one is in a later step, which needs other weights."""
-    starting = iter([(500, "starting")] * 3)
+def test_a_restart_of_the_server_ends_the_run_and_the_same_command_goes_on(go, stand_in, monkeypatch, capsys):
+    """The server answers with the weights that it started with, and without an error. It restarts while it loads the
+    weights of step 2, then between two completions of step 2, after the last one, and during the updates."""
 
-    def fault(one, path):
-        if len(one.asked) in (TRIAL + 14, TRIAL + 50) and one.versions[-1] != "as started":
+    def restart_at(moment: str, one: StandIn, path: str) -> None:
+        if path == moment and len(one.asked) > TRIAL + 5 and one.versions[-1] != "as started":
             one.restart()
-        if len(one.asked) >= TRIAL + 14 and one.versions[-1] == "as started":
-            return next(starting, None)
-        if len(one.asked) == TRIAL + 34:  # as if another rank had noticed it first
-            one.versions.append(f"{one.versions[-1]}-again")
 
-    settings = dict(steps=3, reply=AGAIN, max_completion_length=7)
-    whole, usual = metrics(go("whole", **settings)), len(stand_in.asked)
+    update = train.update
+    monkeypatch.setattr(train, "update", lambda *args: stand_in.fault(stand_in, "update") or update(*args))
+    settings = dict(steps=3, save_every=1, reply=AGAIN, max_completion_length=7)
+    whole = metrics(go("whole", **settings))
     seeds = [one["seed"] for one in stand_in.asked[TRIAL:]]
     assert len({*seeds}) == len(seeds), "no random numbers are used twice, also not in a second turn"
-    stand_in.asked, stand_in.fault = [], fault
-    assert metrics(go(**settings)) == whole and all(line["sampler_gap"] < 1e-5 for line in whole)
-    assert len(stand_in.asked) > usual + 55  # three times, some were asked for again, with new replies
-    held = [version for version in stand_in.versions if version != "as started"]
-    assert len({*held}) == len(held), "with two ranks, one would not notice that the other has loaded the weights again"
+    for moment in ("/collective_rpc", "/v1/completions", "/weight_info", "update"):
+        stand_in.asked, stand_in.fault = [], partial(restart_at, moment)
+        out = go(code=2, **settings)
+        (said,) = errors(capsys.readouterr().err)
+        assert "does not have the weights that it was given: it was restarted" in said
+        assert metrics(out) == whole[: 2 if moment == "update" else 1]  # a step is done once its updates are
+    stand_in.fault = lambda one, path: None
+    assert metrics(go(**settings)) == whole
 
 
-def test_a_server_that_stays_lost_ends_the_run(go, stand_in, monkeypatch, capsys):
+def test_a_completion_may_take_longer_than_the_timeout_if_the_server_answers(go, stand_in, monkeypatch, capsys):
+    """In step 1, a completion takes longer. In step 2, the server answers nothing. While it first loads weights, it
+    closes its connections."""
+    monkeypatch.setattr(server, "CHECK_EVERY", 0.1)
+
+    def fault(one, path):
+        if path == "/collective_rpc" and len(one.versions) == 2:
+            one.versions.append(one.versions[-1])  # so that this is done once
+            one.disconnect()
+        if path == "/v1/completions" and len(one.asked) == TRIAL:
+            time.sleep(1.5)
+        if len(one.asked) > TRIAL + 12 and path == "/weight_info":
+            time.sleep(3.0)
+
+    stand_in.fault = fault
+    out = go(code=2, save_every=1, server_timeout=1)
+    assert "timed out; see --server_timeout" in capsys.readouterr().err and len(metrics(out)) == 1
+
+
+def test_a_server_that_is_gone_ends_the_run(go, stand_in, monkeypatch, capsys):
     """Here, each look at the clock is 200 s after the last one, and a server may be lost for 300 s."""
-    clock, answers = itertools.count(1, 200), iter([(503, "starting")] * 4)
-    stand_in.fault = lambda one, path: next(answers, (400, "asked too often")) if len(one.asked) > TRIAL + 20 else None
-    patient = SimpleNamespace(monotonic=clock.__next__, sleep=lambda seconds: None, perf_counter=time.perf_counter)
-    monkeypatch.setattr(server, "time", patient)
+    patient = SimpleNamespace(monotonic=itertools.count(1, 200).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(server, "time", SimpleNamespace(**vars(time) | vars(patient)))
+
+    def fault(one, path):
+        if len(one.asked) >= TRIAL + 20:
+            one.server_close()
+            one.disconnect()
+            raise ConnectionError
+
+    stand_in.fault = fault
     out = go(code=2, save_every=1, server_timeout=300)
-    assert "503 starting" in capsys.readouterr().err and len(metrics(out)) == 1, "the second step needs the server"
+    assert "refused; see --server_timeout" in capsys.readouterr().err and len(metrics(out)) == 1
 
 
-UNUSABLE = [("http://127.0.0.1:9", 600, "refused"), (None, 600, "400 no such thing"), (None, 1, "timed out")]
+def test_many_requests_share_kept_connections_to_a_server_with_a_short_queue(stand_in, monkeypatch):
+    """Each of 60 requests is answered once all are there. Then the server closes its connections, as during a long
+    update."""
+    all_are_there, connected, waiting = threading.Barrier(60), itertools.count(1), []
+
+    class Connection(HTTPConnection):
+        def connect(self) -> None:
+            super().connect()
+            waiting.append(next(connected) - len(stand_in.opened))
+
+    def complete(body):
+        all_are_there.wait(60)
+        logprobs = dict(token_logprobs=[-1.0], top_logprobs=[{}])
+        return {"choices": [dict(token_ids=body["prompt"], finish_reason="stop", logprobs=logprobs)]}
+
+    monkeypatch.setattr(server, "HTTPConnection", Connection)
+    stand_in.complete, stand_in.computing = complete, nullcontext()
+    one = server.Server([stand_in.url], timeout=60.0, has_adapters=False, folder=Path(stand_in.versions[-1]))
+    for opened in (61, 122):  # with one to ask for the version
+        for _ in range(2):
+            sampled = server.sample_on_servers(one, [[i] for i in range(60)], np.zeros((60, 1)), Sampling(1, [0]))
+            assert [completion.ids.tolist() for completion in sampled] == [[i] for i in range(60)]
+        assert len(stand_in.opened) == opened and max(waiting) <= server.OPENING
+        stand_in.disconnect()
+
+
+UNUSABLE = [
+    ("http://127.0.0.1:9", 600, "refused"), ("localhost:8000", 600, "not an address"), (None, 600, "400 no such thing"),
+    (None, 1, "timed out"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("url, timeout, words", UNUSABLE)
 def test_without_a_server_that_understands_the_run_ends_at_once(go, stand_in, capsys, url, timeout, words):
     def fault(server, path):
-        time.sleep(3.0 if timeout == 1 else 0.0)
+        time.sleep(2.0 if timeout == 1 else 0.0)
         return (400, "no such thing") if path == "/v1/completions" else None
 
     stand_in.fault = fault
