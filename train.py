@@ -42,20 +42,22 @@ STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy") 
 
 @dataclass
 class Run:
-    """Everything that is needed for more than one step. A checkpoint contains the model, the reference, the optimizer,
-    `cursor`, `queue` and `state`. When a run is continued, the other fields are made again from its settings."""
+    """Everything that is needed for more than one step. A checkpoint contains the model, the reference if it changes,
+    the optimizer, `cursor`, `queue` and `state`. When a run is continued, the other fields are made again from its
+    settings."""
 
     config: Config
     device: torch.device
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # for the KL term; with LoRA, the model itself, whose adapters are switched off
+    reference: PreTrainedModel | None  # for the KL term; with LoRA, the model itself, with the adapters of its start
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `retry_smaller` lowers it
     server: Server | None = None  # where completions are sampled, with --server
     progress: Progress | None = None  # called from time to time in a rollout
+    loaded: dict[str, int] = field(default_factory=dict)  # checksums of the rows and of the weights that were loaded
     cursor: int = 0  # the number of prompts drawn so far
     queue: list[tuple] = field(default_factory=list)  # what `finish_sampling` returned for this step, for the next, ...
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; keep it the same on all ranks
@@ -217,7 +219,7 @@ def score_before_updates(run: Run, batch: Batch) -> None:
             if needs_entropy:
                 scores[1, rows] += entropy
         if has_reference:
-            with lora.without_adapters(run.reference):
+            with lora.starting_adapters(run.reference):
                 scores[2, rows] += logprobs_of(run, run.reference, part)[0]
     ranks.sum_(scores)
     batch.old_logp = scores[0] if needs_old else None
@@ -345,7 +347,7 @@ def make_optimizer(model: PreTrainedModel, cfg: Config) -> torch.optim.Optimizer
 def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[str]]:
     """Load everything that a run needs. Return the run, its log, and notes for the user."""
     fields, longest_prompt, notes = load_run(cfg, device)
-    server = Server(cfg.server, cfg.server_timeout, bool(lora.adapted_layers(fields["model"]))) if cfg.server else None
+    server = Server(cfg.server, cfg.server_timeout, bool(cfg.lora_rank)) if cfg.server else None
     run = Run(**fields, optimizer=make_optimizer(fields["model"], cfg), server=server)
     if cfg.shard and cfg.steps:
         try_micro_batch(run, longest_prompt, accumulate)
@@ -364,15 +366,10 @@ def train(typed: Config) -> int:
     if start.is_finished:
         return report.finished(out, already=True)
     run, log, notes = set_up(cfg, device)
-    models = {"model": run.model}
-    if run.reference not in (None, run.model):
-        models["reference"] = run.reference
     if start.after_step:
-        run.cursor, saved = checkpoint.load(out, start.after_step, models, run.optimizer)
-        checkpoint.put_rows_back(saved, run.task.train)
-        run.state, run.queue = saved["state"], saved["queue"]
+        checkpoint.load(out, start.after_step, run)
     # Up to this line, only hidden files of the folder are new. A run that cannot start leaves all others as they were.
-    notes += ranks.on_first(run_folder.begin, run.config, typed, start)
+    notes += ranks.on_first(run_folder.begin, run.config, typed, start, run.loaded)
     ranks.on_first(log.open, start.after_step)
     evaluated_prompts = len(run.task.rows_of_evaluation(cfg.eval_prompts))
     log.plan(run.model, (len(run.task.train), len(run.task.eval), evaluated_prompts), device, notes, start.after_step)
@@ -380,9 +377,7 @@ def train(typed: Config) -> int:
     def save(step: int, unevaluated: tuple[dict, list[Group]] | None = None) -> None:
         if unevaluated:  # the evaluation has failed, so the step has no line yet
             log.write(*unevaluated, [])
-        saved = {"state": run.state, "queue": run.queue}
-        with checkpoint.rows_by_index(saved, run.task.train):
-            checkpoint.save(out, step, models, run.optimizer, run.cursor, saved, cfg.keep_checkpoints)
+        checkpoint.save(out, step, run, cfg.keep_checkpoints)
 
     stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
     has_evaluations = bool(cfg.eval_every and run.task.eval)
@@ -409,7 +404,7 @@ def train(typed: Config) -> int:
             report.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
             return 128 + stop  # the exit code of a process that this signal ends
     if cfg.steps:
-        checkpoint.save_model(out / "model", run.model, run.tokenizer)
+        checkpoint.save_model(out, cfg.steps, run)
     return report.finished(out)
 
 

@@ -14,7 +14,6 @@ measured the same and printed more.
 import argparse
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -24,8 +23,6 @@ import train
 from batch import Limits, micro_batches
 from infra import ranks
 from infra.command_line import parse, ready
-from infra.lora import add_adapters
-from infra.model import Opened
 from infra.shard import made_up_batch
 from tasks import addition
 from tasks._characters import EOS_ID, char_tokenizer
@@ -90,22 +87,19 @@ def adapters(capacity: float = 24e9) -> None:
         num_key_value_heads=4, tie_word_embeddings=False, eos_token_id=EOS_ID,
     )  # fmt: skip
 
-    def load() -> torch.nn.Module:
+    def load(*_: object) -> torch.nn.Module:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
         torch.set_default_dtype(torch.float32)
         return model
 
-    def opened(_: str, cfg: object) -> Opened:
-        adapt = partial(add_adapters, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
-        return Opened(shape, char_tokenizer(addition.ALPHABET), load, adapt)
-
     free = torch.cuda.mem_get_info
     before, whole = free()
     torch.cuda.mem_get_info = lambda: (int(capacity - before + free()[0]), int(capacity))  # PyTorch's context counts
     torch.cuda.set_per_process_memory_fraction(capacity / whole)
-    infra.model.open_model = opened
+    infra.model.open_model = lambda *_: (shape, char_tokenizer(addition.ALPHABET))
+    infra.model.whole_model = load
     flags = "--model x/y --task addition --lora_rank 16 --learning_rate 1e-5 --gradient_checkpointing --eval_every 0"
     run = set_up(f"{flags} --max_completion_length 1024 --prompts_per_step 8 --entropy_coef 1e-6 --out /tmp/adapters")
     print({name: x for name, x in train.training_step(run, 1)[0].items() if "seconds" in name or "peak" in name})

@@ -19,7 +19,7 @@ from transformers.hf_argparser import string_to_bool
 
 from advantage import compares_in_group
 from config import ALGORITHMS, SETTINGS, Config, UserError, is_allowed, is_list, is_on, kind_of, resolve, task_of
-from infra import run_folder
+from infra import lora, run_folder
 from loss import OBJECTIVES, RATIOS, SWITCHES_READ
 from tasks import REAL_MODEL_DEFAULTS, task_defaults, task_module, task_names
 
@@ -117,11 +117,21 @@ def ready(config: Config, on_gpu: bool) -> Config:
     """Return the settings with every default filled in. Raise a UserError with a line for each mistake in them."""
     wrong = [*wrong_values(config)]
     if not wrong:
-        config = resolve(config, task_defaults(task_of(config), config.model), on_gpu)
+        config = as_saved_adapters(resolve(config, task_defaults(task_of(config), config.model), on_gpu))
         wrong = [*wrong_values(config)] or [*contradictions(config)]  # a task's DEFAULTS may be wrong as well
     if wrong:
         raise UserError("\n".join(wrong))
     return config
+
+
+def as_saved_adapters(config: Config) -> Config:
+    """If --model is a folder of adapters, take their rank and alpha from its file."""
+    about = lora.read_config(config.model)
+    saved = {"lora_rank": about["r"], "lora_alpha": about["lora_alpha"]} if about else {}
+    for name, x in saved.items():
+        if getattr(config, name) not in (x, getattr(Config, name)):
+            raise UserError(f"--{name} {getattr(config, name)}: the adapters in {config.model} have {x}; leave it out")
+    return replace(config, **saved)
 
 
 def wrong_values(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ Left out: carrying on without the failed rank. The same command resumes from the
 """
 
 import atexit
+import errno
 import faulthandler
 import math
 import os
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from config import SMALLER, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 caught: list[int] = []  # those that have come since `stop_requests` was called
 
 
@@ -53,6 +55,8 @@ def run_to_the_end(train: Callable[[], int]) -> int:
             return stand_by(1)
         if isinstance(error, torch.OutOfMemoryError):
             error = UserError(f"{error}: {SMALLER}")
+        if any(os.strerror(number) in str(error) for number in FULL_DISK):  # whichever library has written
+            error = UserError(f"{str(error).strip().splitlines()[-1]}; what was saved before is intact")
         is_mistake = isinstance(error, UserError)
         # Before the ranks have met, all those of a machine find the same mistake, for instance in the command line.
         if is_mistake and not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":

@@ -4,24 +4,32 @@
 
 Every linear layer except the output head gets such an adapter. The weights are in the dtype of the computation, and the
 adapters are in fp32. Adapters are never merged into the weights, because bf16 would round small updates away. The
-reference of the KL term is the same model with its adapters switched off. Adapters are saved in the format of the PEFT
-library, which transformers and vLLM read.
+reference of the KL term is the same model with the adapters that it started with or, if these were new, without any.
+Adapters are saved in the format of the PEFT library, which transformers and vLLM read, and loaded from it.
 
-Left out: adapters of embeddings and of experts that are stored as one tensor, dropout, training from saved adapters. An
-adapter learns nothing if the model uses the weight of its layer without calling the layer, as Mamba does with dt_proj.
+Left out: adapters of embeddings and of experts that are stored as one tensor, dropout. An adapter learns nothing if the
+model uses the weight of its layer without calling the layer, as Mamba does with dt_proj.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Conv1D, PreTrainedModel
 
+from config import UserError
 from infra.ranks import generator
+from infra.run_folder import read_json
+
+# In an adapter_config.json: the values of plain LoRA, and names whose values change nothing, or show in the tensors.
+PLAIN = dict(peft_type="LORA", bias="none", init_lora_weights=True)
+UNREAD = """base_model_name_or_path r lora_alpha target_modules exclude_modules layers_to_transform rank_pattern
+    task_type inference_mode lora_dropout auto_mapping peft_version fan_in_fan_out qalora_group_size megatron_core"""
 
 # ---- Adapters in a model ----
 
@@ -38,6 +46,7 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
         like = dict(dtype=torch.promote_types(layer.weight.dtype, torch.float32), device=layer.weight.device)
         layer.lora_A, layer.lora_B = nn.Parameter(A.to(**like)), nn.Parameter(torch.zeros(n_out, rank, **like))
         layer.lora_scale, layer.lora_on = alpha / rank, True
+        layer.lora_start = ()  # the A and B of `keep_start`
         layer.register_forward_hook(_add)
     return model
 
@@ -45,10 +54,11 @@ def add_adapters(model: PreTrainedModel, rank: int, alpha: float, seed: int = 0)
 def _add(layer: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
     """Add what the adapter computes to the output y (..., out) of its layer. `addmm` multiplies and adds in one
     operation, so that the product is not stored in a second tensor of that size."""
-    if not layer.lora_on:
+    if not layer.lora_on and not layer.lora_start:
         return y
-    low = nn.functional.linear(inputs[0], layer.lora_A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
-    return torch.addmm(y.flatten(0, -2), low, layer.lora_B.T.to(low.dtype), alpha=layer.lora_scale).view_as(y)
+    A, B = (layer.lora_A, layer.lora_B) if layer.lora_on else layer.lora_start
+    low = nn.functional.linear(inputs[0], A.to(inputs[0].dtype)).flatten(0, -2)  # (n, r)
+    return torch.addmm(y.flatten(0, -2), low, B.T.to(low.dtype), alpha=layer.lora_scale).view_as(y)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -61,9 +71,21 @@ def trained_tensors(model: nn.Module, remove_duplicate: bool = True) -> dict[str
     return {name: p for name, p in named.items() if name.endswith((".lora_A", ".lora_B"))} or named
 
 
+def keep_start(model: nn.Module) -> None:
+    """Keep a copy of the adapters as they are now, for `starting_adapters`."""
+    for layer in adapted_layers(model).values():
+        layer.lora_start = layer.lora_A.detach().clone(), layer.lora_B.detach().clone()
+
+
+def started_with(model: nn.Module) -> list[Tensor]:
+    """Return the adapters of `keep_start`, if there are any."""
+    return [x for layer in adapted_layers(model).values() for x in layer.lora_start]
+
+
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters off for a while. A model without adapters stays as it is."""
+def starting_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute for a while with the adapters that were there at the start: those of `keep_start`, or none. A model
+    without adapters stays as it is."""
     layers = adapted_layers(model).values()
     try:
         for layer in layers:
@@ -101,5 +123,31 @@ def save_adapters(folder: Path, model: PreTrainedModel, adapters: dict[str, Tens
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # their weights are transposed
     )
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    tensors = {f"base_model.model.{name}.weight": x.detach().cpu() for name, x in adapters.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named_as_in_peft(adapters), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def load_adapters(folder: Path, model: PreTrainedModel) -> None:
+    """Give the adapters of the model the values that are in this folder."""
+    saved, own = load_file(folder / "adapter_model.safetensors"), named_as_in_peft(trained_tensors(model))
+    there, here = ({f"{name} {[*x.shape]}" for name, x in tensors.items()} for tensors in (saved, own))
+    if wrong := sorted(there ^ here):  # what only one of the two has
+        raise UserError(f"{folder}: has other adapters than those of --lora_rank: {', '.join(wrong[:3])}")
+    for name, p in own.items():
+        p.copy_(saved[name])
+
+
+def named_as_in_peft(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"base_model.model.{name}.weight": x.detach() for name, x in adapters.items()}
+
+
+def read_config(model: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json, or an empty dict if `model` is not a folder of adapters. Raise a
+    UserError if PEFT would compute something else with these adapters than the hook of this file."""
+    file = Path(model or "") / "adapter_config.json"
+    if model is None or not file.is_file():
+        return {}
+    about = read_json(file)
+    special = [name for name, x in about.items() if x and name not in UNREAD.split() and x != PLAIN.get(name)]
+    if special or about.get("peft_type") != "LORA" or type(about.get("lora_alpha")) is not int:
+        raise UserError(f"{model}: is not plain LoRA {special}; merge it into its base model first (docs/extending.md)")
+    return about

@@ -1,13 +1,14 @@
 """Everything that a run needs before its first step: the task, the model, and how completions are sampled.
 
-`open_model` reads the configuration and the tokenizer of a model, to find mistakes early. `load` loads its weights, for
-one process or many.
+`open_model` reads the configuration and the tokenizer of a model, to find mistakes early. `load_models` loads its
+weights and those of the reference, for one process or many.
 """
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from os.path import realpath
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
@@ -24,10 +27,9 @@ from config import Config, UserError
 from fast.norm import fuse_norms
 from fast.output_head import returns_head_output
 from fast.shared_prompts import model_inputs
-from infra import checkpoint, command_line, faults, lora, ranks, run_folder
+from infra import command_line, faults, lora, ranks, run_folder
 from infra.decoding import graph_decoding_works
-from infra.lora import add_adapters
-from infra.shard import make_mesh, shard
+from infra.shard import fill, make_mesh, shard
 from rollout import Sampling
 from tasks import load_task, task_module
 from tasks._prompts import check_prompts, notes
@@ -38,6 +40,10 @@ for device_type in ("cpu", "cuda"):
     torch.library.register_autocast("aten::_grouped_mm", device_type, torch.bfloat16)
 
 
+# A folder of a model or of adapters, a name on the hub, or a model that a task's file has made, with its tokenizer.
+Source = str | tuple[PreTrainedModel, Any]
+
+
 def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, list[str]]:
     """Return the fields of `Run` (train.py) but for the optimizer and the server, the number of tokens of the longest
     prompt, and notes for the user. Mistakes that can be found before the weights are loaded are found first."""
@@ -45,18 +51,24 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
     with ranks.fail_together():
         task = load_task(cfg)
         task.time_limit = partial(faults.time_limit, cfg.reward_timeout)
-        opened = open_model(cfg.model or task_module(cfg.task).model(cfg), cfg)  # a task's file may make a model
-        context = getattr(opened.config.get_text_config(), "max_position_embeddings", None)
-        longest_prompt = check_prompts(task, opened.tokenizer, context, cfg)
-    ranks.check_same(run_folder.fingerprint_of_start(cfg, task.train + task.eval))
-    model, reference, eos_ids = load(opened, cfg, device)
+        source = cfg.model or task_module(cfg.task).model(cfg)  # a task's file may make a model
+        model_config, tokenizer = open_model(source, cfg)
+        context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        longest_prompt = check_prompts(task, tokenizer, context, cfg)
+    rows = run_folder.checksum(task.train + task.eval)
+    ranks.check_same(run_folder.fingerprint_of_start(cfg) | {"the rows": rows})
+    model, reference = load_models(source, model_config, tokenizer, cfg, device)
+    with ranks.fail_together():
+        ends = eos_ids(model, tokenizer)
+    loaded = {"rows": rows} | checksums_of_weights(model, reference)
+    ranks.check_same({f"the {name}": x for name, x in loaded.items()})
     models = [model] if reference in (None, model) else [model, reference]
     fused = [fuse_norms(each) for each in models]
     if cfg.server or (cfg.decode == "graph" and not graph_decoding_works(model, getattr(torch, cfg.sampler_dtype))):
         cfg = replace(cfg, decode="plain")
     sampling = Sampling(
         max_completion_length=cfg.max_completion_length,
-        eos_ids=eos_ids,
+        eos_ids=ends,
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
@@ -64,7 +76,7 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         keep_set=cfg.keep_set,
         head=cfg.score_centering,
         stop=cfg.stop,
-        to_text=opened.tokenizer.decode,
+        to_text=tokenizer.decode,
         tokens_at_once=cfg.rollout_tokens,
         drop_share=0.5 if cfg.decode == "graph" else 0.25,  # after rows are dropped, a new graph must be captured
     )
@@ -72,60 +84,53 @@ def load_run(cfg: Config, device: torch.device) -> tuple[dict[str, Any], int, li
         config=cfg,
         device=device,
         task=task,
-        tokenizer=opened.tokenizer,
+        tokenizer=tokenizer,
         model=model,
         reference=reference,
+        loaded=loaded,
         sampling=sampling,
         limits=limits_of(cfg, models, longest_prompt),
     )
-    noted = [*notes(task, opened.tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
+    noted = [*notes(task, tokenizer, trains=cfg.steps != 0), *command_line.warnings(cfg), *lora.notes(model)]
     return fields, longest_prompt, [*noted, *trained_on_before(cfg), *filter(None, fused[:1])]
 
 
 def trained_on_before(cfg: Config) -> Iterator[str]:
     """Yield a note if --model comes from a run that has trained on prompts of --data that are held out now."""
     is_folder = cfg.model is not None and Path(cfg.model).is_dir()  # and not a name on the hub
-    for folder in Path(cfg.model).absolute().parents[:2] if is_folder else ():  # of RUN/model, RUN/checkpoint/000040
+    for folder in Path(cfg.model).absolute().parents[:3] if is_folder else ():  # RUN/model, RUN/checkpoint/000040/model
         there = run_folder.settings_of(folder)
         has_same_data = there and there.data and realpath(there.data) == realpath(cfg.data or "")
         if has_same_data and there.held_out < cfg.held_out:
             yield f"the run in {folder} held out fewer prompts, so it has trained on some that are held out now"
 
 
-@dataclass
-class Opened:
-    """A model whose weights are not loaded yet, because that may take minutes."""
-
-    config: PretrainedConfig
-    tokenizer: Any
-    load: Callable[[], PreTrainedModel]  # loads the weights
-    adapt: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # adds adapters, once the model is on its device
-
-
-def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Opened:
-    """Open a folder, a name on the hub, a checkpoint of a run, or a model with its tokenizer."""
+def open_model(source: Source, cfg: Config) -> tuple[PretrainedConfig, Any]:
+    """Return the configuration and the tokenizer of a model. Its weights may take minutes to load."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if isinstance(source, tuple):
-        model, tokenizer = source
-        if config.lora_rank:
+        if cfg.lora_rank:
             raise UserError("--lora_rank: give a --model; the task's own model has no name that adapters can refer to")
-        return Opened(model.config, tokenizer, load=lambda: copy.deepcopy(model).float().eval())
+        model, tokenizer = source
+        return model.config, tokenizer
     if (Path(source) / "state.pt").is_file():
-        return _open_checkpoint(Path(source), config)
-    if (Path(source) / "adapter_config.json").exists():
-        raise UserError(f"{source}: contains adapters; merge them into their base model first (docs/extending.md)")
+        raise UserError(f"--model {source}: is a checkpoint; the model is in {source}/model")
     if Path(source).is_dir() and run_folder.config_json(Path(source)):
         raise UserError(f"--model {source}: is the folder of a run; the model is in {source}/model")
+    base = base_of(source)
     try:
-        model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(base, trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise UserError(f"--model {source}: {' '.join(str(error).split())}") from error
     if getattr(model_config, "quantization_config", None):
-        raise UserError(f"{source}: its weights are quantized; give a folder of bfloat16 weights")
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    if config.chat_template_kwargs:
-        given = dict(json.loads(config.chat_template_kwargs))
+        raise UserError(f"{base}: its weights are quantized; give a folder of bfloat16 weights")
+    has_tokenizer = (Path(source) / "tokenizer_config.json").is_file()  # a folder of adapters may have none
+    tokenizer = AutoTokenizer.from_pretrained(
+        source if has_tokenizer else base, trust_remote_code=cfg.trust_remote_code
+    )
+    if cfg.chat_template_kwargs:
+        given = dict(json.loads(cfg.chat_template_kwargs))
         if unread := [key for key in given if key not in str(tokenizer.chat_template)]:
             raise UserError(f"--chat_template_kwargs: the chat template of {source} does not read {', '.join(unread)}")
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
@@ -133,110 +138,127 @@ def open_model(source: str | tuple[PreTrainedModel, Any], config: Config) -> Ope
     for field, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(model_config, field, 0.0)
+    return model_config, tokenizer
+
+
+def base_of(source: str) -> str:
+    """Return the base model of a folder of adapters. A model is its own base."""
+    base = lora.read_config(source).get("base_model_name_or_path", source)
     # Saved adapters name the folder of their model, and a reward may change the working directory meanwhile.
-    name = str(Path(source).resolve()) if Path(source).is_dir() else source
-    load_weights = partial(_load_weights, name, model_config, config)
-    adapt = partial(add_adapters, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed)
-    return Opened(model_config, tokenizer, load_weights, adapt if config.lora_rank else None)
+    return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
-def _open_checkpoint(folder: Path, config: Config) -> Opened:
-    """Open a checkpoint: its weights, with the configuration and tokenizer of the model that its run started from."""
-    settings = run_folder.settings_of(folder.absolute().parent.parent)
-    if settings is None:
-        raise UserError(f"{folder}: must stay in the folder of its run; no config.json is two folders above it")
-    # The training of adapters cannot be continued in another run. New adapters (--lora_rank) cannot be trained on a
-    # checkpoint: saved adapters name their base model, and only this program can load a checkpoint.
-    if config.steps and (settings.lora_rank or config.lora_rank):
-        raise UserError(f"{folder}: with adapters, a checkpoint can only be evaluated; start from whole weights")
-    # Add adapters with the rank and alpha of the checkpoint's run, not with those of this one.
-    config = replace(config, lora_rank=settings.lora_rank, lora_alpha=settings.lora_alpha)
-    opened = open_model(settings.model or task_module(settings.task).model(settings), config)  # as its run did
-    # With LoRA, a checkpoint contains only the values of the adapters. So new adapters are added to the base model, and
-    # then get these values.
-    if opened.adapt is not None:
-        return replace(opened, adapt=lambda model: checkpoint.load_weights(folder, opened.adapt(model)))
-    return replace(opened, load=lambda: checkpoint.load_weights(folder, opened.load()))
-
-
-def loading_options(config: Config) -> dict[str, Any]:
-    """Return the arguments with which transformers makes a model, with or without weights. Weights that are trained are
-    in fp32, because bf16 would round small updates away."""
-    dtype = getattr(torch, config.dtype) if config.lora_rank or config.steps == 0 else torch.float32
-    return dict(dtype=dtype, attn_implementation=config.attn_implementation, trust_remote_code=config.trust_remote_code)
-
-
-def load(
-    opened: Opened, config: Config, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedModel | None, list[int]]:
-    """Load the weights. Return the model, the reference (None unless the KL term needs a second model), and the ids
-    that end a completion."""
-    teacher = open_reference(config, opened.tokenizer) if config.reference else None
+def load_models(
+    source: Source, model_config: PretrainedConfig, tokenizer: Any, cfg: Config, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """Load the weights. Return the model, and the reference, which is None unless the KL term needs one."""
     with ranks.fail_together():
-        mesh = make_mesh(config.shard_size, device) if config.shard else None
-    model, reference = on_device(opened, config, mesh, device), None
-    needs_reference = config.beta != 0.0 and config.steps != 0  # an evaluation has no KL term
-    if needs_reference and opened.adapt is not None and teacher is None:
-        reference = model  # its adapters are switched off for the reference
+        mesh = make_mesh(cfg.shard_size, device) if cfg.shard else None
+        teacher_config = open_reference(cfg, tokenizer) if cfg.reference else None
+    model, reference = on_device(source, model_config, cfg, mesh, device), None
+    if cfg.lora_rank:
+        lora.add_adapters(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+        if lora.read_config(source):
+            load_weights(Path(source), model, cfg)
+            lora.keep_start(model)
+    needs_reference = cfg.beta != 0.0 and cfg.steps != 0  # an evaluation has no KL term
+    if needs_reference and cfg.lora_rank and not cfg.reference:
+        reference = model  # with the adapters that it starts with
     elif needs_reference:
-        reference = on_device(teacher or opened, config, mesh, device).requires_grad_(False)
-    with ranks.fail_together():
-        if opened.adapt is not None:
-            opened.adapt(model)  # changes the model in place
-        ends = eos_ids(model, opened.tokenizer)
-    if device.type == "cuda" and config.dtype == "float32":
+        its_source, its_config = (cfg.reference, teacher_config) if cfg.reference else (source, model_config)
+        reference = on_device(its_source, its_config, replace(cfg, lora_rank=0), mesh, device).requires_grad_(False)
+    if device.type == "cuda" and cfg.dtype == "float32":
         # PyTorch's attention can share a key head between query heads, but in fp32 its only kernel that does so needs
         # memory for (T x T) scores. So let transformers repeat the key heads instead.
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
-    if config.gradient_checkpointing:
+    if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Train in eval mode, as when sampling, so that dropout is off. Only layers with gradient checkpointing are in train
     # mode, because in eval mode they would not checkpoint.
     for module in model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
-    return model, reference, ends
+    return model, reference
 
 
-def on_device(opened: Opened, config: Config, mesh: DeviceMesh | None, device: torch.device) -> PreTrainedModel:
-    """Load the weights of a model: on every rank or, with --shard, on the first one, which sends the others theirs."""
+def open_reference(cfg: Config, tokenizer: Any) -> PretrainedConfig:
+    """Return the configuration of --reference, a whole model that must have the tokens of the policy."""
+    if lora.read_config(cfg.reference):
+        raise UserError(f"--reference {cfg.reference}: merge these adapters into their base model (docs/extending.md)")
+    model_config, other = open_model(cfg.reference, replace(cfg, lora_rank=0, chat_template_kwargs=None))
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--reference {cfg.reference}: has another vocabulary than the model that is trained")
+    return model_config
+
+
+def on_device(
+    source: Source, model_config: PretrainedConfig, cfg: Config, mesh: DeviceMesh | None, device: torch.device
+) -> PreTrainedModel:
+    """Load a whole model: on every rank or, with --shard, on the first one, which sends the others their shards."""
     with ranks.fail_together():
-        whole = opened.load() if mesh is None or ranks.rank() == 0 else None
-    if mesh is not None:
-        with torch.device("meta"):
-            # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable,
-            # so do the same here.
-            empty = AutoModelForCausalLM.from_config(opened.config, **loading_options(config)).requires_grad_(True)
-        model = shard(empty, whole, mesh, getattr(torch, config.dtype), device).eval()
-        model.generation_config = ranks.on_first(lambda: whole.generation_config)
-        return model
-    model = whole.to(device)
-    if ranks.world() > 1:
-        checksums = [int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters()]
-        ranks.check_same({"the weights": checksums})
+        whole = whole_model(source, model_config, cfg) if mesh is None or ranks.rank() == 0 else None
+    if mesh is None:
+        return whole.to(device)
+    with torch.device("meta"):
+        # Some architectures create parameters that are not trainable. `from_pretrained` would make them trainable, so
+        # do the same here.
+        empty = AutoModelForCausalLM.from_config(model_config, **loading_options(cfg)).requires_grad_(True)
+    model = shard(empty, whole, mesh, getattr(torch, cfg.dtype), device).eval()
+    model.generation_config = ranks.on_first(lambda: whole.generation_config)
     return model
 
 
-def open_reference(config: Config, tokenizer: Any) -> Opened:
-    """Open the model of --reference, which must have the tokens of the policy."""
+def load_weights(folder: Path, model: PreTrainedModel, cfg: Config) -> None:
+    """Load the weights that were saved in a folder, or the adapters, into a model that is on its device. All ranks must
+    call this."""
+    if lora.adapted_layers(model):
+        with ranks.fail_together():
+            lora.load_adapters(folder, model)
+        return
     with ranks.fail_together():
-        opened = open_model(config.reference, replace(config, lora_rank=0, chat_template_kwargs=None))
-        if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"--reference {config.reference}: has another vocabulary than the model that is trained")
-    return opened
+        needs_whole = not isinstance(model, FSDPModule) or ranks.rank() == 0
+        whole = whole_model(str(folder), copy.deepcopy(model.config), cfg) if needs_whole else None
+    fill(model, whole)
 
 
-def _load_weights(name: str, model_config: PretrainedConfig, config: Config) -> PreTrainedModel:
+def whole_model(source: Source, model_config: PretrainedConfig, cfg: Config) -> PreTrainedModel:
+    """Load a model on the CPU, without adapters."""
+    if isinstance(source, tuple):
+        return copy.deepcopy(source[0]).float().eval()
+    name = base_of(source)
     # Where weights are missing or have another shape, transformers puts random ones. So ask it what it has loaded.
     options = dict(config=model_config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
-    model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(config))
+    model, loaded = AutoModelForCausalLM.from_pretrained(name, **options, **loading_options(cfg))
     if wrong := sorted([*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]):
         raise UserError(f"{name}: its files lack {len(wrong)} weights of this model: {', '.join(wrong[:3])}")
     # With --shard, these weights go into an empty model that is made from the config. If the config ties the head to
     # the embeddings, that model has one weight for both, and a second one in the files would be lost.
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if config.shard and model_config.get_text_config().tie_word_embeddings and not is_tied:
+    if cfg.shard and model_config.get_text_config().tie_word_embeddings and not is_tied:
         raise UserError(f"{name}: its head is not tied; set tie_word_embeddings to false in its config.json")
     return model
+
+
+def loading_options(cfg: Config) -> dict[str, Any]:
+    """Return the arguments with which transformers makes a model, with or without weights. Weights that are trained are
+    in fp32, because bf16 would round small updates away."""
+    dtype = getattr(torch, cfg.dtype) if cfg.lora_rank or cfg.steps == 0 else torch.float32
+    return dict(dtype=dtype, attn_implementation=cfg.attn_implementation, trust_remote_code=cfg.trust_remote_code)
+
+
+def checksums_of_weights(model: PreTrainedModel, reference: PreTrainedModel | None) -> dict[str, int]:
+    """Return a number that depends on the weights of --model, and one for those of the reference. All ranks must call
+    this, because a sharded tensor is gathered for a moment."""
+    adapters = lora.trained_tensors(model) if lora.adapted_layers(model) else {}
+    parts = {"weights": [p for name, p in model.named_parameters() if name not in adapters]}
+    if reference is model:
+        parts["reference"] = lora.started_with(model)
+    elif reference is not None:
+        parts["reference"] = [*reference.parameters()]
+    sums = {}
+    for part, tensors in parts.items():
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in tensors)
+        sums[part] = zlib.crc32(str([int(p.detach().flatten().view(torch.uint8).sum()) for p in whole]).encode())
+    return sums
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:

@@ -5,20 +5,20 @@
     out/samples.jsonl         completions
     out/checkpoint/000040/    everything that is needed to go on after step 40 (see checkpoint.py)
     out/model/                the trained model, in fp32
-    out/model-40/             the model after 40 steps, if the run has then been given more steps
+    out/model-40/             the model after 40 steps, if the run was then given more steps
 
-A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it, in order:
+A folder with a line in metrics.jsonl, a checkpoint or a model/ is a run. This is what a command does with it:
 
-- It refuses settings that may not change, fewer steps than were made, more steps if the run is finished and has no
-  checkpoint, a newest checkpoint without a line in metrics.jsonl, and --overwrite if the new run reads a file of the
-  folder.
-- If the run has made its steps (it has a model/, or an evaluation at --steps 0), the results are printed. A line says
-  so if they would be others now, because the code, a file or a setting of evaluations has changed.
-- Otherwise it goes on after its newest checkpoint, or from the beginning if there is none.
+- Settings that may not change are refused by name, and so are fewer steps than were made.
+- A run is finished if its log has its last step and its model/ is of that step: its results are printed.
+- A run with a checkpoint goes on after it.
+- A finished run without a checkpoint is never started over, nor given more steps.
+- Any other run starts from the beginning.
 
 So the same command continues a run. `--config RUN/config.json` gives the settings of a run to another or, together
-with `--out RUN`, to itself. --overwrite renames the folder and starts over. If the code, the hardware or the files that
-the run reads have changed, this is recorded and a note is printed.
+with `--out RUN`, to itself. --overwrite renames the folder before anything else, except when torchrun has restarted the
+ranks. If the code, the hardware or the files that the run reads have changed, this is recorded and a note is printed;
+other rows, or other weights than those under its adapters or of its reference, are refused.
 """
 
 import fcntl
@@ -34,8 +34,8 @@ import uuid
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from hashlib import file_digest, sha256
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -45,7 +45,6 @@ from config import SETTINGS, Config, UserError, resolve
 from infra import faults, ranks
 
 EVALUATION = {"eval_prompts", "eval_k", "eval_temperature", "eval_top_p", "metrics_by"}  # decide what is evaluated
-REPLACE = ".replace"  # a file that marks the folder of the old run until --overwrite has renamed this folder
 
 # ---- What a command does with a folder ----
 
@@ -56,7 +55,8 @@ class Start:
 
     before: dict  # the config.json of the run that goes on; empty for a new run
     after_step: int  # the step of the newest checkpoint; 0 without a checkpoint
-    is_finished: bool  # the run has made its steps, so that only its results are left to print
+    is_finished: bool = False  # the run has made its steps, so that only its results are left to print
+    notes: list[str] = field(default_factory=list)
 
 
 def claim(config: Config) -> Start:
@@ -65,43 +65,43 @@ def claim(config: Config) -> Start:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
-    before, saved, has_model = config_json(out), saved_steps(out), (out / "model").exists()
-    newest = max(saved, default=0)
+    before = config_json(out)
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]
     if others and not before:
         raise UserError(f"{out} contains something that is not a run: give another --out")
-    if starts_over(config) and any(path.is_relative_to(out) for path in inputs(config)):
-        raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
-    if starts_over(config) and before:
-        (out / REPLACE).touch()  # is renamed with the folder. A restart by torchrun looks for it in `starts_over`
-    if starts_over(config) or not (saved or has_model or read_lines(out / "metrics.jsonl")):
-        return Start(before={}, after_step=0, is_finished=False)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if config.overwrite and not is_restart:
+        if any(path.is_relative_to(out) for path in inputs(config)):
+            raise UserError(f"--overwrite would rename {out}, from which this run reads: give another --out")
+        return Start({}, 0, notes=replaced(out) if before else [])
+    saved, lines = saved_steps(out), read_lines(out / "metrics.jsonl")
+    newest, model_is_of, last = max(saved, default=0), step_of(out / "model"), lines[-1]["step"] if lines else None
+    if not (saved or (out / "model").exists() or lines):
+        return Start({}, 0)
     if gone := outdated(before["settings"]):
         raise UserError(f"the run in {out} has settings that no longer exist; only --overwrite starts over: {gone}")
     there = with_absolute_paths(settings_of(out))
     if changed := other_settings(there, config):
         values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
-    if saved and newest not in [line["step"] for line in read_lines(out / "metrics.jsonl")]:
+    if saved and newest not in [line["step"] for line in lines]:
         raise UserError(f"{out}/metrics.jsonl lacks the line of step {newest}: restore it, or move its checkpoint away")
-    steps_made = there.steps if has_model else newest  # the model may be all that is left of a finished run
-    if config.steps < steps_made:
-        raise UserError(f"--steps {config.steps}: the run in {out} has already made {steps_made}")
-    if config.steps > steps_made and has_model and not saved:
+    if config.steps < max(newest, model_is_of):
+        raise UserError(f"--steps {config.steps}: the run in {out} has already made {max(newest, model_is_of)}")
+    is_finished = last == config.steps and (config.steps == 0 or model_is_of == config.steps)
+    if not (is_finished or saved) and (out / "model").exists():
         raise UserError(f"--steps {config.steps}: the run in {out} is finished, and has no checkpoint to go on from")
-    is_finished = config.steps == there.steps and (config.steps == 0 or has_model)
-    if is_finished:
-        made_by = [before["code"], *before["digests"].values()]  # of a file, the content counts and not the path
-        if differing(EVALUATION, there, config) or made_by != [digest_of_code(), *digests(config).values()]:
-            faults.warn(f"code, files or settings have changed since the run in {out}: its results are those of before")
     return Start(before, newest, is_finished)
 
 
-def starts_over(config: Config) -> bool:
-    """Return whether --overwrite applies. After torchrun has restarted the ranks, it does only if the folder is still
-    the one that is to be replaced. Otherwise the new run goes on."""
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return config.overwrite and (not is_restart or (Path(config.out) / REPLACE).exists())
+def replaced(out: Path) -> list[str]:
+    """Rename the folder of a run, make an empty one in its place, and return a note."""
+    free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
+    earlier = next(path for path in free if not path.exists())
+    out.rename(earlier)
+    out.mkdir()
+    lock(out)
+    return [f"the run that was in {out}/ is in {earlier}/ now"]
 
 
 def other_settings(there: Config, here: Config) -> list[str]:
@@ -131,6 +131,11 @@ def saved_steps(out: Path) -> list[int]:
     of the checkpoints is ignored."""
     folders = [path for path in (out / "checkpoint").glob("*") if path.is_dir() and path.name.isdecimal()]
     return sorted(int(path.name) for path in folders if path == checkpoint_of(out, int(path.name)))
+
+
+def step_of(model: Path) -> int:
+    """Return the step after which this model was saved; 0 if there is none."""
+    return read_json(model / "step.json")["step"] if (model / "step.json").exists() else 0
 
 
 def settings_of(out: Path) -> Config | None:
@@ -210,53 +215,48 @@ def read_lines(file: Path) -> list[dict]:
 # ---- The start of a run ----
 
 
-def begin(config: Config, typed: Config, start: Start) -> list[str]:
+def begin(config: Config, typed: Config, start: Start, loaded: dict[str, int]) -> list[str]:
     """Write config.json, once everything is ready to start. Return notes for the user. `config` has all settings, and
-    `typed` only those that the user typed."""
-    out, notes = Path(config.out), []
-    file = out / "config.json"
-    if starts_over(config) and file.exists():
-        free = (out.with_name(f"{out.name}.replaced-{n}") for n in itertools.count(1))
-        replaced = next(path for path in free if not path.exists())
-        out.rename(replaced)
-        out.mkdir()
-        lock(out)
-        notes.append(f"the run that was in {out}/ is in {replaced}/ now")
+    `typed` only those that the user typed. `loaded` has checksums of the rows and of the weights of --model and of the
+    reference."""
+    out = Path(config.out)
+    before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
+    # In a checkpoint are the weights that are trained, and a reference that follows them.
+    is_saved = {"weights": not config.lora_rank, "reference": bool(config.ref_sync_every)}
+    needed = [name for name in loaded if start.after_step and not is_saved.get(name)]
+    if other := [name for name in needed if loaded[name] != before["loaded"].get(name)]:
+        raise UserError(f"other {' and '.join(other)} than when the run in {out} was saved: restore them")
     for torn in [*out.glob("*.partial"), *out.glob("checkpoint/*.partial")]:  # left by a run that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    before = start.before or {"run_id": uuid.uuid4().hex, "beginnings": []}
-    if (out / "model").exists():  # with more steps, the run is not finished until it has another model
-        earlier = out / f"model-{before['settings']['steps']}"
-        shutil.rmtree(earlier, ignore_errors=True)  # the same model, if the run has been ended at this length before
-        (out / "model").rename(earlier)
-    now = provenance() | {"digests": digests(config)}
+    now = provenance() | {"digests": digests(config), "loaded": loaded}
     beginnings = [*before["beginnings"], {"after_step": start.after_step} | now]
     given = {name: x for name, x in vars(typed).items() if x != getattr(Config(), name)}
     settings = vars(replace(config, overwrite=False))  # it belongs to this start, and not to the run
     about = {"run_id": before["run_id"], "given": given, "settings": settings} | now | {"beginnings": beginnings}
     # JSON has no infinity, but a number that is too large for a float is read as one.
-    write_text(file, json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
+    write_text(out / "config.json", json.dumps(about, indent=2).replace('": Infinity', '": 1e999') + "\n")
     old, new = facts(start.before or about), facts(about)  # a new run is compared with itself: nothing has changed
     changed = [name for name in old | new if old.get(name) != new.get(name)]
-    return notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
+    return start.notes + [f"{name} was {old.get(name)}, now {new.get(name)}" for name in changed]
 
 
 def facts(about: dict) -> dict:
     """Return what is told if it has changed since the last start of a run. `about` is a config.json."""
     code = {"commit": about["commit"], "code": about["code"]}
-    return code | about["versions"] | about["hardware"] | about["digests"] | about["settings"]
+    return code | about["versions"] | about["hardware"] | about["digests"] | about.get("loaded", {}) | about["settings"]
 
 
-def fingerprint_of_start(config: Config, rows: list[dict]) -> dict:
+def fingerprint_of_start(config: Config) -> dict:
     """Return what must be the same on all ranks when they start. --out may differ, as only the first rank uses it."""
-    # The code of this program, and the Python files that the user gives.
-    code = [digest_of_code(), *(sha256_of(path) for path in inputs(config) if path.suffix == ".py")]
-    # Each row becomes a text, and the checksums of all texts are added. The text contains the position of the row, so
-    # that the sum depends on the order of the rows. For an object that JSON cannot represent, it contains only the
-    # type, because the repr may differ between processes.
-    texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
     settings = {f"--{name}": x for name, x in vars(config).items() if name != "out"}
-    return settings | {"the code": code, "the rows": sum(zlib.crc32(x.encode()) for x in texts)}
+    return settings | {"the code": [digest_of_code(), *digests(config).values()]}
+
+
+def checksum(rows: list[dict]) -> int:
+    """Return a number that depends on the rows and on their order. For an object that JSON cannot represent, only its
+    type counts, because the repr may differ between processes."""
+    texts = (json.dumps([i, row], default=lambda x: type(x).__name__, skipkeys=True) for i, row in enumerate(rows))
+    return sum(zlib.crc32(x.encode()) for x in texts)
 
 
 def provenance() -> dict:
@@ -280,9 +280,8 @@ def inputs(config: Config) -> list[Path]:
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Return a digest of each of these files and folders."""
-    files = {path: sorted(path.rglob("*")) if path.is_dir() else [path] for path in inputs(config)}
-    return {f"digest of {path}": digest_of(inside) for path, inside in files.items()}
+    """Return a digest of each Python file that the settings name."""
+    return {f"digest of {path}": digest_of([path]) for path in inputs(config) if path.suffix == ".py"}
 
 
 def digest_of_code() -> str:
@@ -291,13 +290,12 @@ def digest_of_code() -> str:
     return digest_of(file for kind in kinds for file in sorted(root.glob(kind)) if not file.name.startswith("test_"))
 
 
-def digest_of(paths: Iterable[Path]) -> str:
-    return sha256("".join(sha256_of(path) for path in paths if path.is_file()).encode()).hexdigest()[:16]
+def digest_of(files: Iterable[Path]) -> str:
+    return sha256("".join(sha256_of(file) for file in files).encode()).hexdigest()[:16]
 
 
 def sha256_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return file_digest(opened, "sha256").hexdigest()
+    return sha256(file.read_bytes()).hexdigest()
 
 
 # ---- One writer at a time; files that are either complete or absent ----

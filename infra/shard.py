@@ -49,15 +49,12 @@ def make_mesh(size: int, device: torch.device) -> DeviceMesh:
         raise UserError(f"--shard_size: must be one number that divides {world} ranks, not {sorted(set(sizes))}")
     if sizes[0] == world:
         return init_device_mesh(device.type, (world,))
-    # With several copies, groups of ranks are needed. `init_device_mesh` would give them a timeout of 10 minutes, the
-    # default of NCCL. The first rank may need longer to flush a checkpoint to disk, and meanwhile the others wait for
-    # it.
-    copies = torch.arange(world).view(-1, sizes[0])  # each row lists the ranks that share one copy of the model
-    # Each row of `copies.T` lists the ranks that have the same shard. Each row of `copies`, and each row of `copies.T`,
-    # becomes a group. This rank keeps the two groups that it belongs to.
-    tables = [copies.T.tolist(), copies.tolist()]
-    groups = [dist.new_subgroups_by_enumeration(table, timeout=ranks.TIMEOUT)[0] for table in tables]
-    return DeviceMesh.from_group(groups, device.type, mesh=copies, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (world // sizes[0], sizes[0]), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        # The default of NCCL is 10 minutes. The first rank may need longer to save a checkpoint, and meanwhile the
+        # others wait for it.
+        dist.distributed_c10d._set_pg_timeout(ranks.TIMEOUT, group)
+    return mesh
 
 
 def shard(
@@ -85,13 +82,18 @@ def shard(
     sharded.__name__, sharded.__module__ = original.__name__, original.__module__
     model.to_empty(device=device)
     model.tie_weights()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole.state_dict() if whole is not None else {}, options=options)
+    fill(model, whole)
     for name, buffer in model.named_buffers():  # some buffers, such as rotary frequencies, are in no state dict
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)
     return model
+
+
+def fill(model: nn.Module, whole: nn.Module | None) -> None:
+    """Copy the weights of `whole` into the model. If that is sharded, only rank 0 needs `whole`."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=isinstance(model, FSDPModule))
+    set_model_state_dict(model, whole.state_dict() if whole is not None else {}, options=options)
 
 
 @contextmanager

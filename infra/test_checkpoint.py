@@ -17,15 +17,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 import conftest
@@ -42,15 +41,17 @@ from conftest import (
     metrics,
     run,
     run_supervised,
+    tiny_model,
 )
 from infra import checkpoint, ranks, report, run_folder
 from infra.command_line import ready
 from infra.model import trained_on_before
 from infra.run_folder import checkpoint_of, saved_steps
 from rollout import Completion
+from tasks._characters import char_tokenizer
 
 UPDATE, REWARDS, RENAME = "torch.optim.AdamW.step", "train.call_rewards", "pathlib.Path.rename"
-WRITE = "infra.checkpoint.HuggingFaceStorageWriter.write_data"
+WRITE = "infra.checkpoint.write_folder"
 
 
 def noisy(completions, log_metric, **columns):
@@ -123,8 +124,8 @@ ENDS = {
     "after the third of a step's four updates": (partial(at, UPDATE, 3, die, after=True), -signal.SIGKILL),
     "inside a reply": (partial(at, "infra.test_faults.answered", 12, die), -signal.SIGKILL),
     "between samples and metrics": (partial(at, "infra.report.append", 7, die, after=True), -signal.SIGKILL),
-    "between two files of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
-    "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 1),
+    "between two parts of a checkpoint": (partial(at, WRITE, 2, die), -signal.SIGKILL),
+    "because the disk is full": (partial(at, "infra.checkpoint.save", 1, FULL_DISK), 2),
     "after the step of a signal": (partial(conftest.replace, REWARDS, interrupted), 128 + signal.SIGTERM),
     # 6.partial is renamed when checkpoint 6 is complete. 4 is renamed to 4.partial before it is deleted.
     "before an old checkpoint is deleted": (partial(at, RENAME, 1, die, after=True, of="6.partial"), -signal.SIGKILL),
@@ -179,26 +180,31 @@ def test_steps_that_are_made_again_are_counted(without_noise, out):
 # ---- Checkpoints: complete or absent ----
 
 
-def a_model(kind: type = torch.optim.AdamW, updates: int = 1, **how) -> tuple[dict[str, nn.Module], Optimizer]:
-    models = {"model": nn.Linear(3, 2), "reference": nn.Linear(3, 2)}
-    optimizer = kind(models["model"].parameters(), lr=0.1, **how)
+def a_run(kind: type = torch.optim.AdamW, updates: int = 1, hidden_size: int = 32, **how) -> SimpleNamespace:
+    model, reference = (tiny_model("llama", torch.float32, hidden_size=hidden_size) for _ in range(2))
+    run = SimpleNamespace(model=model, reference=reference, optimizer=kind(model.parameters(), lr=0.1, **how))
+    run.task, run.config = SimpleNamespace(train=ROWS), Config(steps=9, dtype="float32", beta=0.1, ref_sync_every=5)
+    run.tokenizer, run.cursor, run.queue, run.state = char_tokenizer("abc"), 0, [], {}
     for _ in range(updates):
-        update(models["model"], optimizer)
-    return models, optimizer
+        update(run)
+    return run
 
 
-def update(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.tensor([1.0, 2.0, 3.0])).square().sum().backward()
-    optimizer.step()
+def update(run: SimpleNamespace) -> None:
+    run.optimizer.zero_grad()
+    run.model(torch.arange(3, 9)[None]).logits.square().mean().backward()
+    run.optimizer.step()
 
 
 COMPLETION = Completion([3], [-0.1], True, kept=[np.array([3, 5], np.int32)], written=[True])
 COMPLETION.replies = [[{"role": "tool", "content": "7"}]]
-GROUP = Group([1, 2], {"prompt": "a"}, [COMPLETION], torch.tensor([math.nan]), advantages=[torch.ones(1)], index=7)
-GROUP.extra = {"seen": torch.ones(2), "of": ["a"]}
+ROWS = [{"prompt": text, "image": object()} for text in "ab"]  # a row of a task may hold what cannot be saved
+A_ROW = {"prompt": "b", "hint": "of a fork"}  # is not in the task's list, although it has the index of one that is
+GROUPS = [Group([1, 2], row, [COMPLETION], torch.tensor([math.nan]), index=i) for i, row in ((1, ROWS[1]), (1, A_ROW))]
+GROUPS.append(Group([1, 2], {}, [COMPLETION], advantages=[torch.ones(1)], index=None))
+GROUPS[1].extra = {"seen": torch.ones(2), "of": ["a"]}
 # With only every second column, the tensor of the rates is not contiguous. NaN and -0.0 must come back as they are.
-STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "buffer": [GROUP, GROUP]}
+STATE = {"rates": torch.tensor([[math.nan, 1.0, -0.0]]).double()[:, ::2], "buffer": [*GROUPS, GROUPS[0]]}
 STATE["nested"] = {"": ({1, 2}, None, True, 2**70, math.inf, "\u4f60\n", {7: torch.tensor(3)})}
 STATE["numpy"] = np.float64(0.1), np.arange(4)[::2]
 
@@ -218,42 +224,48 @@ KINDS = [(torch.optim.AdamW, {}), (torch.optim.SGD, {}), (Adafactor, dict(relati
 
 @pytest.mark.parametrize("kind, how", KINDS)
 def test_a_loaded_checkpoint_restores_everything(tmp_path, monkeypatch, kind, how):
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 24)
-    models, optimizer = a_model(kind, updates=3, **how)
-    other_models, other_optimizer = a_model(kind, updates=0, **how)
-    model, other_model = models["model"], other_models["model"]
-    checkpoint.save(tmp_path, 7, models, optimizer, 5, STATE)
-    assert len([*tmp_path.glob("checkpoint/*/model/*.safetensors")]) == 2, "24 bytes of weights, and 8 of biases"
-    cursor, state = checkpoint.load(tmp_path, 7, other_models, other_optimizer)
-    assert repr((cursor, state)) == repr((5, STATE)) and state["buffer"][0] is state["buffer"][1]
-    assert all(map(torch.equal, other_models["reference"].parameters(), models["reference"].parameters()))
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
+    run, other = a_run(kind, updates=3, **how), a_run(kind, updates=0, **how)
+    run.reference.load_state_dict(run.model.state_dict())
+    run.cursor, run.queue, run.state = 5, [([GROUPS[0]], GROUPS)], STATE
+    checkpoint.save(tmp_path, 7, run)
+    files = [*tmp_path.glob("checkpoint/*/optimizer/*.safetensors")]
+    assert len(files) > 1 or issubclass(kind, torch.optim.SGD), "files are small"
+    assert [group.row is row for group, row in zip(GROUPS, (ROWS[1], A_ROW, {}))] == [True, True, False]
+    checkpoint.load(tmp_path, 7, other)
+    buffer, [([first], groups)] = other.state["buffer"], other.queue
+    assert buffer[0] is buffer[3] is first is groups[0] and first.row is ROWS[1] and buffer[1].row == A_ROW
+    assert other.cursor == 5 and repr((other.queue, other.state)) == repr((run.queue, run.state))
+    assert all(map(torch.equal, other.reference.parameters(), run.reference.parameters()))
     for _ in range(3):
-        assert all(map(torch.equal, other_model.parameters(), model.parameters()))
-        numbers, own = ([x.get("updates") for x in each.state.values()] for each in (other_optimizer, optimizer))
+        assert all(map(torch.equal, other.model.parameters(), run.model.parameters()))
+        numbers, own = ([x.get("updates") for x in each.optimizer.state.values()] for each in (other, run))
         assert numbers == own
-        update(model, optimizer)
-        update(other_model, other_optimizer)
+        update(run)
+        update(other)
 
 
 def test_each_rank_loads_the_state_to_its_own_gpu(tmp_path, monkeypatch):
     """The state was saved on the first GPU. Here, a call of `cuda` stands for the GPU of the rank that loads it."""
-    models, optimizer = a_model()
+    run = a_run()
+    run.state = {"on GPU": torch.ones(3), "on CPU": torch.ones(5)}
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0" if len(storage) == 12 else "cpu")
-    checkpoint.save(tmp_path, 7, models, optimizer, 5, {"on GPU": torch.ones(3), "on CPU": torch.ones(5)})
+    checkpoint.save(tmp_path, 7, run)
     monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: storage.fill_(0))
-    _, state = checkpoint.load(tmp_path, 7, models, optimizer)
-    assert state["on GPU"].tolist() == [0.0] * 3 and state["on CPU"].tolist() == [1.0] * 5
+    checkpoint.load(tmp_path, 7, run)
+    assert run.state["on GPU"].tolist() == [0.0] * 3 and run.state["on CPU"].tolist() == [1.0] * 5
 
 
 def test_the_error_names_what_in_a_checkpoint_does_not_fit_the_model(tmp_path):
-    """The checkpoint has weights and state that this code does not know, and a layer of another width."""
-    models, optimizer = a_model()
-    optimizer.state[models["model"].bias]["ema"] = torch.zeros(2)
-    checkpoint.save(tmp_path, 7, models | {"critic": nn.Linear(1, 1)}, optimizer, 5, {})
-    models["model"] = nn.Linear(1, 2)
-    named = "bias [1] of the critic; state.bias.ema [2] of the optimizer; state.weight.exp_avg [2, 1] of the optimizer"
-    with pytest.raises(UserError, match=re.escape(f"000007 does not fit the model or code: {named}")):
-        checkpoint.load(tmp_path, 7, models, torch.optim.AdamW(models["model"].parameters()))
+    """The checkpoint has state that this code does not know, or layers of another width."""
+    run = a_run()
+    run.optimizer.state[run.model.lm_head.weight]["ema"] = torch.zeros(2)
+    checkpoint.save(tmp_path, 7, run)
+    named = re.escape("000007/optimizer does not fit the model or code: state.lm_head.weight.ema [2]")
+    with pytest.raises(UserError, match=named):
+        checkpoint.load(tmp_path, 7, a_run())
+    with pytest.raises(UserError, match=r"000007/model: its files lack \d+ weights of this model: lm_head.weight"):
+        checkpoint.load(tmp_path, 7, a_run(hidden_size=16))
 
 
 def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -261,24 +273,28 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", lambda fd: happened.append(Path(os.readlink(f"/proc/self/fd/{fd}"))) or fsync(fd))
     monkeypatch.setattr(Path, "rename", lambda self, to: happened.append((self, to)) or rename(self, to))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    checkpoint.save(tmp_path, 7, *a_model(), 1, {})
+    checkpoint.save(tmp_path, 7, a_run())
     folder, partial_folder = (tmp_path / "checkpoint" / name for name in ("000007", "000007.partial"))
     before = happened[: happened.index((partial_folder, folder))]
     inside = {partial_folder / path.relative_to(folder) for path in folder.rglob("*")}
-    # Eight: state.pt, SHA256SUMS, three folders, and a file of weights in each of these folders.
-    needed = {partial_folder, partial_folder / "SHA256SUMS.partial", tmp_path / "metrics.jsonl", *inside}
-    assert needed <= set(before) and len(inside) == 8
+    assert {partial_folder, tmp_path / "metrics.jsonl", *inside} <= set(before)
+    names = {str(path.relative_to(partial_folder)) for path in inside}
+    of_a_model = "config.json generation_config.json model.safetensors step.json tokenizer.json tokenizer_config.json"
+    expected = {f"{part}/{name}" for part in ("model", "reference") for name in of_a_model.split()}
+    expected |= {"model", "reference", "optimizer", "state.pt"}
+    assert {name for name in names if "shard" not in name} == expected and len(names) == len(expected) + 1
     assert folder.parent in happened[len(before) + 1 :], "the new name itself is not flushed"
 
 
 @pytest.mark.parametrize("spoiled", ["model", "reference", "optimizer"])
 def test_what_is_not_finite_on_any_rank_is_never_saved(tmp_path, monkeypatch, spoiled):
-    models, optimizer = a_model()
-    tensor = optimizer.state[models["model"].weight]["exp_avg"] if spoiled == "optimizer" else models[spoiled].bias
+    run = a_run()
+    moments = run.optimizer.state[run.model.lm_head.weight]["exp_avg"]
+    tensor = moments if spoiled == "optimizer" else getattr(run, spoiled).lm_head.weight
     tensor.data[0] = math.inf
     monkeypatch.setattr(ranks, "rank", lambda: 1)
     with pytest.raises(UserError, match=rf"after step 2 .* of the {spoiled} is not finite: nothing was saved"):
-        checkpoint.save(tmp_path, 2, models, optimizer, 0, {})
+        checkpoint.save(tmp_path, 2, run)
 
 
 def test_a_state_that_could_not_be_loaded_is_never_saved(tmp_path):
@@ -286,47 +302,53 @@ def test_a_state_that_could_not_be_loaded_is_never_saved(tmp_path):
     sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
     dist.destroy_process_group()
     refused = (sharded, "a sharded tensor, of which each rank has a part"), (deque(), "collections.deque")
+    run = a_run()
     for step, (value, message) in enumerate(refused):
+        run.state = {"mine": [value]}
         with pytest.raises((UserError, UnpicklingError), match=message):
-            checkpoint.save(tmp_path, step, *a_model(), 0, {"mine": [value]})
+            checkpoint.save(tmp_path, step, run)
     assert saved_steps(tmp_path) == []
 
 
 def test_a_damaged_checkpoint_is_named_and_files_that_do_not_belong_to_it_do_not_matter(tmp_path):
-    models, optimizer = a_model()
-    checkpoint.save(tmp_path, 4, models, optimizer, 0, {})
+    checkpoint.save(tmp_path, 4, run := a_run())
     folder = tmp_path / "checkpoint" / "000004"
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [*folder.rglob("*.safetensors"), folder / "state.pt"]
     for name in (".DS_Store", "model/.DS_Store", "mine/notes.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    (load := partial(checkpoint.load, tmp_path, 4, models, optimizer))()
-    (load_weights := partial(checkpoint.load_weights, folder, models["model"]))()
+    checkpoint.load(tmp_path, 4, run)
+    assert len(files) == 4
     for file in files:
         whole = file.read_bytes()
-        for loads, damaged in (load, b""), (load_weights, whole[:-1] + bytes([whole[-1] ^ 1])):
-            file.write_bytes(damaged)
-            with pytest.raises(UserError, match=f"the checkpoint {folder} is damaged"):
-                loads()
+        for damage in Path.unlink, lambda file, whole=whole: file.write_bytes(whole[:-1]), Path.touch:
+            damage(file)
+            with pytest.raises(
+                UserError, match=rf"the checkpoint {folder} is damaged, .* \({file.relative_to(folder)}\)"
+            ):
+                checkpoint.load(tmp_path, 4, run)
         file.write_bytes(whole)
+    torch.save({"run_id": None, "step": 4, "cursor": 3, "state": {}}, folder / "state.pt")
+    with pytest.raises(UserError, match="or of an older version"):
+        checkpoint.load(tmp_path, 4, run)
 
 
 def test_the_checkpoint_of_another_run_or_step_is_refused(tmp_path):
-    models, optimizer = a_model()
     for out in (tmp_path / "one", tmp_path / "other"):  # with the same settings
         begun(out)
-    checkpoint.save(tmp_path / "one", 4, models, optimizer, 0, {})
-    checkpoint.load(tmp_path / "one", 4, models, optimizer)
+    checkpoint.save(tmp_path / "one", 4, run := a_run())
+    checkpoint.load(tmp_path / "one", 4, run)
     for name, step in ("other", 4), ("one", 2):
         copied = shutil.copytree(checkpoint_of(tmp_path / "one", 4), checkpoint_of(tmp_path / name, step))
         with pytest.raises(UserError, match=f"the checkpoint {copied} is of another run or step"):
-            checkpoint.load(tmp_path / name, step, models, optimizer)
+            checkpoint.load(tmp_path / name, step, run)
 
 
 # ---- What is in a folder, and what a command does with it; nothing is trained here ----
 
 
 INFINITE = dict(algorithm="dapo", epsilon_high=math.inf)
+LOADED = dict(rows=1, weights=2, reference=3)  # checksums
 AN_INPUT = dict(model="{relative}/model")  # the run reads a folder that lies in its own
 
 
@@ -336,10 +358,10 @@ def config_of(out: Path, **settings) -> Config:
     return ready(Config(**({"out": str(out), "steps": 4} | settings)), on_gpu=False)
 
 
-def begun(out: Path, **settings) -> list[str]:
+def begun(out: Path, loaded: dict[str, int] = LOADED, **settings) -> list[str]:
     """Do what a run does before its first step, and return its notes."""
     config = config_of(out, **settings)
-    return run_folder.begin(config, Config(out=str(out), **settings), run_folder.claim(config))
+    return run_folder.begin(config, Config(out=str(out), **settings), run_folder.claim(config), loaded)
 
 
 def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/000004", "model"), **settings) -> None:
@@ -350,6 +372,8 @@ def made(out: Path, steps_made: int = 4, left: tuple[str, ...] = ("checkpoint/00
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps_made + 1)) + '{"st')
     for name in left:
         (out / name).mkdir(parents=True)
+    if "model" in left:
+        (out / "model/step.json").write_text('{"step": 4}')
 
 
 def with_file(make: Callable, name: str, text: str, out: Path) -> None:
@@ -366,14 +390,13 @@ def of_an_older_version(value: object, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(about))
 
 
-def extended_and_killed(out: Path) -> None:
-    """Twice, a finished run got more steps, and was killed before its next checkpoint."""
-    made(out, left=("checkpoint/000002",))
-    for _ in range(2):
-        begun(out)  # the second time, the run is ended at its old length
-        (out / "model/weights").mkdir(parents=True)
-        begun(out, steps=9)
-    assert (out / "model-4/weights").is_dir()
+def extended(out: Path, log: int, checkpoint: int = 4, model: str = "model") -> None:
+    """A finished run got more steps, and was killed. `log` is the last step in its log."""
+    made(out)
+    begun(out, steps=9)
+    (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(log + 1)))
+    (out / "checkpoint/000004").rename(checkpoint_of(out, checkpoint))
+    (out / "model").rename(out / model)
 
 
 unfinished = partial(made, left=("checkpoint/000004",), steps=9)
@@ -381,7 +404,7 @@ only_model = partial(made, left=("model",), **INFINITE)
 two_saved = partial(made, left=("checkpoint/000002", "checkpoint/000004"))
 no_step_made = partial(made, steps_made=0, left=())
 evaluation = partial(no_step_made, steps=0)
-ROWS = dict(task="addition", data="rows.jsonl")
+OWN_DATA = dict(task="addition", data="rows.jsonl")
 OTHER, NOT_A_RUN = "only --overwrite starts over: ", "/out contains something that is not a run: give another --out$"
 FOLDERS = [  # what is there, the settings of the command -> "finished", the step to go on after, or the error
     (Path.mkdir, dict(beta=0.1), 0),
@@ -396,18 +419,24 @@ FOLDERS = [  # what is there, the settings of the command -> "finished", the ste
     (partial(made, left=()), dict(steps=3), 0),
     (partial(made, left=("checkpoint/000004",)), {}, 4),  # only the model is missing
     (made, dict(steps=9, eval_every=3, eval_prompts=5, eval_k=1), 4),
-    (extended_and_killed, dict(steps=9), 2),
-    (extended_and_killed, {}, 2),
+    (partial(extended, log=6), dict(steps=9), 4),
+    (partial(extended, log=9), dict(steps=9), 4),  # killed before the last checkpoint
+    (partial(extended, log=9, checkpoint=9), dict(steps=9), 9),  # before the new model
+    (partial(extended, log=9, checkpoint=9, model="model-4"), dict(steps=9), 9),  # before it has its name
+    (partial(extended, log=6), {}, 4),  # given its old length again
+    (partial(extended, log=4), {}, "finished"),
     (partial(made, left=("model",)), dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (unfinished, dict(steps=3), "--steps 3: the run in .* has already made 4"),
     (partial(made, left=("model",)), dict(steps=9), "--steps 9: the run in .* is finished, and has no checkpoint"),
     (made, dict(beta=0.5, seed=1), f"{OTHER}--beta 0.0 there, 0.5 here; --seed 0 there, 1 here$"),
     (partial(made, left=("model",), steps_made=-1), dict(beta=0.5), OTHER),  # the log is empty
+    (partial(made, left=("model",), steps_made=-1), {}, "is finished, and has no checkpoint"),
+    (partial(with_file, made, "model/step.json", '{"step": 2}'), {}, 4),
     (partial(with_file, only_model, "metrics.jsonl", '{"step": 4}\n'), INFINITE, "finished"),  # without evaluations
-    (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=5), 4),
-    (partial(made, **ROWS), ROWS | dict(steps=9, eval_every=0), f"{OTHER}--eval_every 20 there, 0 here$"),
-    (partial(made, **ROWS), ROWS | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
-    (partial(made, **ROWS, eval_data="e"), ROWS | dict(eval_data="e", eval_prompts=5), "finished"),
+    (partial(made, **OWN_DATA), OWN_DATA | dict(steps=9, eval_every=5), 4),
+    (partial(made, **OWN_DATA), OWN_DATA | dict(steps=9, eval_every=0), f"{OTHER}--eval_every 20 there, 0 here$"),
+    (partial(made, **OWN_DATA), OWN_DATA | dict(steps=9, eval_prompts=5), f"{OTHER}--eval_prompts 256 there, 5 here$"),
+    (partial(made, **OWN_DATA, eval_data=["e"]), OWN_DATA | dict(eval_data=["e"], eval_prompts=5), "finished"),
     (evaluation, dict(steps=0, micro_batch_size=1), "finished"),
     (evaluation, dict(steps=0, eval_k=8, eval_prompts=9), f"{OTHER}--eval_prompts 256 there, 9 here; --eval_k 4 there"),
     (evaluation, dict(steps=0, eval_top_p=0.9, metrics_by="answer"), f"{OTHER}--metrics_by .*; --eval_top_p None "),
@@ -435,31 +464,35 @@ def test_what_a_command_does_with_what_is_in_its_folder(out, state, settings, ou
     else:
         start = run_folder.claim(config)
         assert start.is_finished == (outcome == "finished") and (start.is_finished or start.after_step == outcome)
-    assert contents(out) | {".lock": b"", ".replace": b""} == before | {".lock": b"", ".replace": b""}
+        out = out.with_name("out.replaced-1") if start.notes else out  # --overwrite has renamed it
+    assert contents(out) | {".lock": b""} == before | {".lock": b""}
 
 
-def test_ranks_that_are_restarted_before_the_old_run_was_replaced_still_start_over(out, monkeypatch):
+def test_the_old_folder_is_renamed_at_once_and_never_when_torchrun_restarts_the_ranks(out, monkeypatch):
     made(out)
     config = config_of(out, overwrite=True)
-    for attempt in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        start = run_folder.claim(config)
-        assert not start.is_finished and not start.after_step
+    assert run_folder.claim(config).notes == [f"the run that was in {out}/ is in {out}.replaced-1/ now"]
+    assert not run_folder.claim(config).notes, "there is nothing left to replace"
+    made(out)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_folder.claim(config).is_finished
 
 
-def test_a_finished_run_says_that_its_results_would_be_others_now(out, capsys, monkeypatch):
-    """A file that it has read was changed, an evaluation would be another one, or the code was changed."""
-    made(out, **AN_INPUT)
-    (out / "model/weights").write_text("")
-    said = "its results are those of before"
-    assert run_folder.claim(config_of(out, **AN_INPUT)).is_finished and said in capsys.readouterr().err
-    made(out := out.with_name("other"))
-    assert run_folder.claim(config_of(out)).is_finished and not capsys.readouterr().err
-    assert run_folder.claim(config_of(out, eval_k=9)).is_finished and said in capsys.readouterr().err
-    # The code has gained this switch since.
-    (file := out / "config.json").write_text(re.sub('"normalization": .*', "", file.read_text()))
-    monkeypatch.setattr(run_folder, "digest_of_code", lambda: "other")
-    assert run_folder.claim(config_of(out)).is_finished and said in capsys.readouterr().err
+def test_other_rows_and_other_weights_than_those_of_the_run_are_refused(out, tmp_path):
+    """Weights that the checkpoint has may differ: those that are trained, and a reference that follows them."""
+    of_adapters, of_weights, fresh = (out.with_name(name) for name in ("adapters", "weights", "fresh"))
+    lora, synced = dict(lora_rank=2, model="m", task="addition"), dict(beta=0.1, ref_sync_every=2)
+    made(of_adapters, left=("checkpoint/000004",), **lora)
+    made(of_weights, left=("checkpoint/000004",), **synced)
+    made(fresh, left=())  # has no checkpoint, so it starts again
+    other = dict(rows=7, weights=8, reference=9)
+    for folder, settings, named in (of_adapters, lora, "rows and weights and reference"), (of_weights, synced, "rows"):
+        before = contents(folder)
+        with pytest.raises(UserError, match=f"other {named} than when the run in {folder} was saved"):
+            begun(folder, other, **settings)
+        assert contents(folder) == before
+    assert begun(of_weights, LOADED | dict(weights=8), **synced) == ["weights was 2, now 8"]
+    assert begun(fresh, other)
 
 
 def test_a_setting_that_no_longer_exists_is_noted_where_a_run_is_read(out, capsys, monkeypatch):
@@ -488,8 +521,9 @@ def test_a_setting_that_no_longer_exists_is_noted_where_a_run_is_read(out, capsy
 
 def test_prompts_that_an_earlier_run_has_trained_on_are_not_held_out_in_silence(out):
     made(out, data="d", eval_prompts=64, task="addition")
-    for name in "model", "checkpoint/000004":
-        for n, data, held, count in (65, "./d", None, 1), (64, "d", None, 0), (65, "e", None, 0), (65, "d", "e", 0):
+    (out / "checkpoint/000004/model").mkdir()
+    for name in "model", "checkpoint/000004/model":
+        for n, data, held, count in (65, "./d", [], 1), (64, "d", [], 0), (65, "e", [], 0), (65, "d", ["e"], 0):
             settings = dict(data=data, eval_data=held, eval_prompts=n, task="addition")
             config = config_of(out, steps=0, model=f"{out}/{name}", **settings)
             assert len([*trained_on_before(config)]) == count
@@ -506,9 +540,16 @@ def test_an_extended_run_and_one_that_starts_over_have_the_same_files(small, tmp
     taken.mkdir()
     run(settings | dict(steps=2), out)
     (out / "notes.md").write_text("mine")
-    shown = run(dict(config=out / "config.json", steps=4), out)
-    assert "note: steps was 2, now 4\n" in shown and f"continued after step 2 in {out}/" in shown
-    assert (out / "model-2").is_dir()
+    longer, before = dict(config=out / "config.json", steps=4), contents(out / "model")
+    # The old model stays until the new one is whole, and a run with the old one is not finished.
+    gaps = [partial(at, "infra.checkpoint.save", 1, die), partial(at, "infra.checkpoint.save_model", 1, die)]
+    gaps += [partial(at, RENAME, 1, die, of="/model", after=after) for after in (False, True)]
+    for gap, old_model, after in zip(gaps, ("model", "model", "model", "model-2"), (2, 2, 4, 4)):
+        shown = run(longer, out, gap, code=-signal.SIGKILL)
+        assert f"continued after step {after} in {out}/" in shown
+        assert ("note: steps was 2, now 4\n" in shown) == (gap is gaps[0])
+        assert contents(out / old_model) == before and metrics(out)[-1]["step"] == 4
+    assert f"continued after step 4 in {out}/" in run(longer, out) and contents(out / "model-2") == before
     shown = run(settings | dict(steps=4, overwrite=True), out)
     assert f"note: the run that was in {out}/ is in {replaced}/ now\nstarted in {out}/" in shown
     assert_same_files(replaced, out)  # this compares only the files that a run writes, so not notes.md
@@ -540,7 +581,7 @@ def test_each_beginning_is_recorded_and_what_has_changed_is_told(out, monkeypatc
 
 
 CODE = ["loss.py", "fast/output_head.py", "infra/shard.py", "tasks/contest.py", "test_loss.py", "tools/plot.py"]
-NAMED = ["model/config.json", "teacher/config/1", "rows.jsonl", "held.jsonl", "rewards/mine.py", "rewards/reply.py"]
+NAMED = ["rewards/mine.py", "rewards/reply.py"]
 
 
 @pytest.mark.parametrize("changed", CODE + NAMED)
@@ -551,18 +592,17 @@ def test_a_file_that_has_changed_is_told_and_code_is_compared_between_ranks(tmp_
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm first"):
         subprocess.check_call(["git", "-C", tmp_path, *words.split()])
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "infra" / "run_folder.py"))
-    model, teacher, rows, held, reward, reply = (str(tmp_path / name) for name in ("model", "teacher", *NAMED[2:]))
-    settings = dict(model=model, data=rows, eval_data=held, reward=[f"{reward}:f"], reply=f"{reply}:f")
-    settings |= dict(beta=0.1, reference=teacher)
+    reward, reply = (str(tmp_path / name) for name in NAMED)
+    settings = dict(reward=[f"{reward}:f"], reply=f"{reply}:f")
     made(out, left=("checkpoint/000004",), **settings)
-    on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings), [])
+    on_other_ranks = run_folder.fingerprint_of_start(config_of(out, **settings))
     assert begun(out, **settings) == []
     (tmp_path / changed).write_text("second")
-    name = "code" if changed in CODE else f"digest of {tmp_path / changed.split('/config')[0]}"
+    name = "code" if changed in CODE else f"digest of {tmp_path / changed}"
     notes, is_told = begun(out, **settings), not changed.startswith(("test_", "tools/"))
     assert [note.partition(" was ")[0] for note in notes] == ["commit", *([name] if is_told else [])]  # now "-dirty"
-    fingerprint = run_folder.fingerprint_of_start(config_of(out.with_name("elsewhere"), **settings), [])
-    assert (fingerprint != on_other_ranks) == (is_told and changed.endswith(".py"))
+    fingerprint = run_folder.fingerprint_of_start(config_of(out.with_name("elsewhere"), **settings))
+    assert (fingerprint != on_other_ranks) == is_told
 
 
 def write(out: Path, to_test: object) -> None:

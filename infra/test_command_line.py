@@ -102,7 +102,7 @@ def test_settings_from_a_file_and_from_a_run(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(mine | dict(delta=None, beta=0)))  # null means not typed
     assert read(f"--config {tmp_path}/mine.json") == typed
     config = ready(typed, on_gpu=False)
-    run_folder.begin(config, typed, run_folder.claim(config))
+    run_folder.begin(config, typed, run_folder.claim(config), {})
     for more in ("", "--algorithm grpo", "--task gsm8k --model m", "--epsilon_high 0.3", "--micro_batch_size 1"):
         assert read(f"{more} --config {file}") == read(f"--config={file} {more}") == read(f"{words} {more}")
     assert read(f"--config {file} --out {out} --overwrite") == typed

@@ -60,11 +60,17 @@ def edit(name: str, folder: Path, **changes) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
 
+def add_adapters(folder: Path, **more) -> None:
+    about = dict(peft_type="LORA", r=2, lora_alpha=4, base_model_name_or_path="/gone/base") | more
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
 MODELS = {
     "of_another": partial(edit, "config.json", num_hidden_layers=3, intermediate_size=32),
     "a_run": lambda folder: (folder / "config.json").write_text('{"settings": {"algorithm": "grpo"}}'),
     "far_eos": partial(edit, "config.json", eos_token_id=[1, 99]),
-    "with_adapters": lambda folder: (folder / "adapter_config.json").touch(),
+    "rs_lora": partial(add_adapters, use_rslora=True),
+    "far_base": add_adapters,
     "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "code_of_its_own": partial(edit, "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"}),
     "no_pad": partial(edit, "tokenizer_config.json", pad_token=None),  # this model and the next one must work
@@ -83,7 +89,13 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--model {0}/a_run", "--model {0}/a_run: is the folder of a run; the model is in {0}/a_run/model"),
     ("--data {0}/nowhere.jsonl", "{0}/nowhere.jsonl cannot be read: "),
     ("--model {0}/of_another", "{0}/of_another: its files lack 15 weights of this model: "),
-    ("--model {0}/with_adapters", "{0}/with_adapters: contains adapters; "),
+    ("--model {0}/rs_lora", "{0}/rs_lora: is not plain LoRA ['use_rslora']; merge it into its base"),
+    ("--model {0}/far_base", "{0}/far_base: cannot load /gone/base: "),
+    ("--model {0}/far_base --lora_rank 3", "--lora_rank 3: the adapters in {0}/far_base have 2; leave it out"),
+    (
+        "--model {0}/model --reference {0}/far_base --beta 1",
+        "--reference {0}/far_base: merge these adapters into their",
+    ),
     # The ids of generation_config.json, config.json ([1, 99]) and the tokenizer, in this order.
     ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must be token ids from 0 to 8"),
 ]

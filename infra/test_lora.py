@@ -1,24 +1,27 @@
 """LoRA agrees with PEFT and with full training, and a run does not depend on how it is computed."""
 
 import copy
+import itertools
+import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Conv1D, GenerationConfig
 
 import train
 from config import Config, UserError
-from conftest import FAMILIES, assert_same_run, at, die, distance, flags, metrics, run, tiny_model
+from conftest import FAMILIES, assert_same_files, assert_same_run, at, die, distance, flags, metrics, run, tiny_model
 from infra import lora
 from infra.command_line import parse, ready
 from infra.decoding import decoding
-from infra.model import load, open_model
+from infra.model import load_models, open_model
 from infra.test_shard import save_model
 from logprob import token_logprobs
 from tasks._characters import EOS_ID
@@ -82,7 +85,7 @@ def test_new_adapters_change_nothing_and_their_gradient_follows_from_that_of_the
     assert all(p.grad is None for name, p in model.named_parameters() if name not in lora.trained_tensors(model))
     disturb(model)
     assert not torch.equal(score(model), before)
-    with lora.without_adapters(model):
+    with lora.starting_adapters(model):
         assert torch.equal(score(model), before)
 
 
@@ -142,6 +145,10 @@ def config_of(settings: dict, out: Path) -> Config:
     return ready(parse(flags(settings, out), on_gpu=False), on_gpu=False)
 
 
+def loaded_models(config: Config) -> tuple[nn.Module, nn.Module | None]:
+    return load_models(config.model, *open_model(config.model, config), config, CPU)
+
+
 KILLED = partial(at, "torch.optim.AdamW.step", 7, die, after=True)  # a step has four updates
 WAYS = {  # number of processes, settings
     "replicated, graphs": (2, dict(micro_batch_tokens=30, rollout_tokens=60, decode="graph")),
@@ -157,13 +164,18 @@ def test_a_run_does_not_depend_on_how_it_is_computed(small, whole, tmp_path, wor
     assert_same_run(tmp_path / "out", whole, tolerance=1e-5)  # a gradient is a sum of many numbers in float32
 
 
-def test_the_reference_is_the_model_without_its_adapters(small, whole, tmp_path):
-    """The metrics equal those of a run whose reference is a copy of the base model."""
-    prepared, *_ = train.set_up(config_of(small, tmp_path), CPU)
-    prepared.reference = AutoModelForCausalLM.from_pretrained(small["model"]).eval()
-    for line in metrics(whole)[1:]:
-        made, _ = train.training_step(prepared, line["step"])
-        assert {name: made[name] for name in ("kl", "loss", "grad_norm")}.items() <= line.items()
+def test_the_reference_is_the_policy_at_its_start(small, whole, tmp_path):
+    """The metrics equal those of a run whose reference is another model: the base model, or the adapters of a run as
+    transformers loads them, which computes s (B (A x)) and so rounds differently."""
+    more = small | dict(model=whole / "model", steps=2)
+    run(more, tmp_path / "more")
+    for settings, out, tolerance in (small, whole, 0), (more, tmp_path / "more", 1e-5):
+        prepared, *_ = train.set_up(config_of(settings, tmp_path), CPU)
+        prepared.reference = AutoModelForCausalLM.from_pretrained(settings["model"]).eval()
+        for line in metrics(out)[1:]:
+            made, _ = train.training_step(prepared, line["step"])
+            for name in ("kl", "loss", "grad_norm"):
+                assert made[name] == pytest.approx(line[name], tolerance, tolerance)
 
 
 def test_checkpoints_and_the_trained_model_contain_only_adapters(whole):
@@ -175,26 +187,52 @@ def test_checkpoints_and_the_trained_model_contain_only_adapters(whole):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_checkpoint_can_be_evaluated(small, whole, tmp_path, shard):
-    """The metrics equal the last evaluation of the run that saved it."""
-    of_run = {name: x for name, x in small.items() if not name.startswith("lora")}
-    run(of_run | dict(model=whole / "checkpoint/000003", steps=0, shard=shard), tmp_path / "out")
+def test_saved_adapters_can_be_evaluated_and_trained_on(small, whole, tmp_path, shard):
+    """The metrics equal the last evaluation of the run that saved them. Training begins with their values. The
+    reference is the policy at its start, also after a restart, and not the base model."""
+    without_rank = {name: x for name, x in small.items() if not name.startswith("lora")}
+    saved = without_rank | dict(model=whole / "checkpoint/000003/model", shard=shard)
+    run(saved | dict(steps=0), tmp_path / "out")
     last, evaluated = metrics(whole)[-1], metrics(tmp_path / "out")[-1]
     assert evaluated == {name: last[name] for name in evaluated if name != "step"} | {"step": 0}
-    opened = open_model(str(whole / "checkpoint/000003"), Config(steps=0, dtype="bfloat16"))
-    assert opened.load().dtype == torch.bfloat16, "the dtype is that of this run, not of the one that saved it"
-    with pytest.raises(UserError, match="does not read think"):
-        open_model(str(whole / "checkpoint/000003"), Config(steps=0, chat_template_kwargs='{"think": 1}'))
+    run(saved, tmp_path / "more", partial(at, "train.training_step", 3, die), code=None)
+    run(saved, tmp_path / "more")
+    run(saved, tmp_path / "one go")
+    assert_same_files(tmp_path / "more", tmp_path / "one go")
+    begun = {name: x for name, x in metrics(tmp_path / "more")[0].items() if name != "step"}
+    assert begun.items() <= last.items()
+
+
+def test_what_others_load_samples_as_the_run_evaluates(small, whole, tmp_path, watch):
+    """The greedy completions of transformers and PEFT are those of an evaluation."""
+    without_adapters = {name: x for name, x in small.items() if not name.startswith("lora")}
+    run(without_adapters | dict(steps=1), weights := tmp_path / "weights")
+    rollouts = watch(train, "rollout_and_limit")
+    for folder in (
+        f"{out}/{name}" for out, n in ((whole, 3), (weights, 1)) for name in ("model", f"checkpoint/00000{n}/model")
+    ):
+        out = tmp_path / "evaluation"
+        assert train.main(flags(without_adapters | dict(steps=0, model=folder, overwrite=True), out)) == 0
+        models = [AutoModelForCausalLM.from_pretrained(folder)]
+        if lora.read_config(folder):
+            models.append(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small["model"]), folder))
+        greedy = rollouts[-1]
+        how = dict(do_sample=False, max_new_tokens=6, eos_token_id=[EOS_ID, 5], pad_token_id=0)
+        for model, (prompt, completion) in itertools.product(
+            models, zip(greedy.args[1], greedy.result[0], strict=True)
+        ):
+            ids = model.generate(torch.tensor([prompt]), **how)[0, len(prompt) :]
+            assert ids.tolist() == list(completion.ids)
 
 
 def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small, tmp_path):
     """Otherwise a rollout and an update would compute with different weights."""
     config = config_of(small | dict(dtype="bfloat16", rollout_dtype="float32"), tmp_path)
-    loaded, reference, _ = load(open_model(config.model, config), config, CPU)
+    loaded, reference = loaded_models(config)
     adapters = lora.trained_tensors(loaded)
     assert {p.dtype for name, p in loaded.named_parameters() if name not in adapters} == {torch.bfloat16}
     assert {(p.dtype, p.requires_grad) for p in adapters.values()} == {(torch.float32, True)} and reference is loaded
-    assert load(open_model(config.model, config), replace(config, steps=0), CPU)[1] is None, "an evaluation needs none"
+    assert loaded_models(replace(config, steps=0))[1] is None, "an evaluation needs none"
     with decoding(loaded, torch.bfloat16):
         assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
     assert {p.dtype for p in adapters.values()} == {torch.float32}
@@ -203,7 +241,7 @@ def test_weights_that_are_not_trained_are_in_the_dtype_of_the_computation(small,
 def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeypatch):
     monkeypatch.chdir(small["model"].parent)
     config = config_of(small | dict(reference=small["model"], dtype="bfloat16", seed=1), tmp_path)
-    loaded, reference, _ = load(open_model(small["model"].name, config), config, CPU)
+    loaded, reference = loaded_models(replace(config, model=small["model"].name))
     assert lora.adapted_layers(loaded) and not lora.adapted_layers(reference) and reference.dtype == torch.float32
     assert loaded.config.name_or_path == config.model, "saved adapters name the whole path"
     assert loaded.config.attention_dropout == loaded.config.resid_pdrop == 0.0
@@ -215,14 +253,34 @@ def test_a_teacher_is_the_reference_of_adapters_as_well(small, tmp_path, monkeyp
 # ---- What is refused ----
 
 
-def test_with_adapters_training_does_not_start_from_a_checkpoint(whole, tmp_path):
-    """Neither from the adapters of a run, nor with new adapters on the weights of another run."""
-    (of_weights := tmp_path / "checkpoint/000001").mkdir(parents=True)
-    (of_weights / "state.pt").touch()
-    (tmp_path / "config.json").write_text('{"settings": {"task": "sorting", "algorithm": "grpo"}}')
-    for folder, rank in (whole / "checkpoint/000003", 0), (whole / "checkpoint/000003", 2), (of_weights, 2):
-        with pytest.raises(UserError, match=f"^{folder}: with adapters, .* only be evaluated"):
-            open_model(str(folder), Config(lora_rank=rank, steps=1))
+def test_adapters_that_do_not_fit_are_refused(small, whole, tmp_path):
+    folder = shutil.copytree(whole / "model", tmp_path / "model")
+    config = config_of(small | dict(model=folder), tmp_path)
+    (file := folder / "adapter_model.safetensors").write_bytes((whole / "model" / file.name).read_bytes())
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file(tensors | {name: torch.zeros(3, 1)}, file)
+    with pytest.raises(UserError, match=f"^{folder}: has other adapters than those of --lora_rank: {name} "):
+        loaded_models(config)
     with pytest.raises(UserError, match="--lora_rank: give a --model"):
         # A task's own model is given as a pair: the model and its tokenizer, which is not needed here.
         open_model((tiny_model("llama"), None), Config(lora_rank=2, steps=1))
+
+
+def test_only_adapters_that_are_computed_alike_are_taken(tmp_path):
+    about = LoraConfig(
+        r=3, lora_alpha=6, lora_dropout=0.1, task_type="CAUSAL_LM", base_model_name_or_path="b"
+    ).to_dict()
+    others = (
+        dict(use_rslora=True),
+        dict(alpha_pattern={"q_proj": 1}),
+        dict(init_lora_weights="pissa"),
+        dict(revision="x"),
+    )
+    for change in ({}, *others, dict(lora_alpha=0.5), dict(peft_type="IA3")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"peft_type": "LORA"} | change, default=list))
+        if change:
+            with pytest.raises(UserError, match="is not plain LoRA"):
+                lora.read_config(str(tmp_path))
+        else:
+            assert lora.read_config(str(tmp_path))["r"] == 3

@@ -311,9 +311,9 @@ def test_adapters_are_handed_over(go, sorting, stand_in, capsys, tmp_path):
     settings = dict(model=tmp_path / "base", lora_rank=4)
     assert all(line["sampler_gap"] < 1e-5 and line["grad_norm"] > 0 for line in metrics(go("made", **settings)))
     assert len(stand_in.folders) == 2, "the adapters from before are deleted once the server has the new ones"
-    # The checkpoint has adapters, although no rank is given. There are prompts to evaluate on, but none to train on.
+    # The rank is in the file of the adapters. There are prompts to evaluate on, but none to train on.
     of_data = dict(task="data", data=None, eval_data=sorting["data"], reward="tasks.sorting:sorted_share")
-    go(model=tmp_path / "made/checkpoint/000002", steps=0, eval_every=1, eval_prompts=3, **of_data)
+    go(model=tmp_path / "made/checkpoint/000002/model", steps=0, eval_every=1, eval_prompts=3, **of_data)
     assert all(one["model"] == "adapters" and one["stop_token_ids"] == [1, 5] for one in stand_in.asked)
     stand_in.stale = "lora"
     for dtype in ("float32", "bfloat16"):

@@ -115,7 +115,7 @@ def test_every_variant_gets_the_value_that_is_best_for_it_on_seeds_of_their_own(
 
     def run_one(run, launch, gpus) -> int:
         config = replace(run.config, out=str(run.folder))
-        run_folder.begin(config, config, run_folder.claim(config))
+        run_folder.begin(config, config, run_folder.claim(config), {})
         is_best = config.learning_rate == (1e-3 if config.beta == 0.0 else 1e-4)
         reward = 1.0 + config.beta + config.seed / 1000 if is_best else {8: 9.0}.get(config.seed)
         (run.folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": reward}) + "\n")
@@ -153,7 +153,7 @@ def out(tmp_path, monkeypatch):
         given = parse(flags.split(), on_gpu=False)
         # The run has the dtype of a GPU. The grid leaves the dtype at "auto", so `ablate` must accept any.
         config = ready(given, on_gpu=False)
-        run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config))
+        run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config), {})
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 2, "reward": 0.5}\n')
     return tmp_path
 
