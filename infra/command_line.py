@@ -37,11 +37,22 @@ def parse(words: list[str], on_gpu: bool) -> Config:
 def read(words: list[str], on_gpu: bool) -> Config:
     """Return the settings that the user has typed, as flags or in the file of --config. All others are as in Config,
     where many are None."""
-    typed = vars(flags().parse_args([*for_argparse(words)]))
+    typed, unknown = flags().parse_known_args([*for_argparse(words)])
+    if unknown:
+        raise UserError(f"unrecognized arguments: {' '.join(unknown)}{of_trl(unknown)}")
+    typed = vars(typed)
     in_file = run_folder.settings_in(Path(typed.pop("config"))) if "config" in typed else Config()
     config = replace(in_file, **typed)
     ready(config, on_gpu)  # only to find mistakes: train.py fills in the defaults later
     return run_folder.with_absolute_paths(config)
+
+
+def of_trl(words: list[str]) -> str:
+    """Point to the page about TRL if the first column of its tables names one of these flags."""
+    page = Path(__file__).parent.parent / "docs" / "from_trl.md"
+    cells = re.findall(r"^\| (.*?) \|", page.read_text(), re.MULTILINE) if page.exists() else []
+    is_of_trl = {word[2:] for word in words} & {*re.findall(r"\w+", " ".join(cells))}
+    return "; docs/from_trl.md has TRL's settings" if is_of_trl else ""
 
 
 def for_argparse(words: list[str]) -> Iterator[str]:

@@ -131,6 +131,8 @@ def test_a_path_means_the_same_in_every_directory(tmp_path, monkeypatch):
 MISTAKES = [
     ("--epsilon-hi=0.3 oops", "unrecognized arguments: --epsilon_hi ... 0.3 ... oops"),
     ("--seed 1 -2", "unrecognized arguments: ... -2"),
+    ("--per-device-train-batch-size=8", "unrecognized arguments: --per_device_train_batch_size ... ; docs/from_trl"),
+    ("--num_train_epochs 3 --seed 1", "unrecognized arguments: --num_train_epochs ... 3; docs/from_trl.md"),
     # The value, which is empty here, is printed before the colon.
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--temperature 0 --min_p 1.1 --eval_temperature 0", "--temperature | --min_p | --eval_temperature"),
