@@ -7,6 +7,7 @@ mistakes that only the data, the model or the machine can reveal.
 import argparse
 import importlib.util
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -159,6 +160,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"--task {config.task}: needs --model"
     if config.task == "data" and not config.reward:
         yield "--task data: needs --reward"
+    try:
+        {**json.loads(config.chat_template_kwargs or "{}")}
+    except (TypeError, ValueError):
+        yield f"--chat_template_kwargs {config.chat_template_kwargs}: must be an object in JSON"
 
     # A switch that nothing reads must have its default value, or the value that --algorithm sets.
     for choice, reads in SWITCHES_READ.items():
@@ -246,5 +251,7 @@ def warnings(config: Config) -> Iterator[str]:
     """Yield a line for each combination that is allowed but seldom wanted."""
     if config.lora_rank and config.learning_rate == task_defaults(config.task, config.model)["learning_rate"]:
         yield f"learning_rate {config.learning_rate:g} suits full fine-tuning; use about ten times that with adapters"
+    if any("\\n" in stop for stop in config.stop):
+        yield r"stop: \n is a backslash and an n; for the end of a line, many shells take $'\n'"
     if 0 < config.steps < config.warmup_steps:
         yield f"learning_rate {config.learning_rate:g} is never reached: the warm-up is longer than the run"

@@ -137,6 +137,10 @@ MISTAKES = [
     ("--model= --data= --stop=", "--model : must be str | --data : must be str | --stop ['']: must be list of str"),
     ("--temperature 0 --min_p 1.1 --eval_temperature 0", "--temperature | --min_p | --eval_temperature"),
     ("--task data", "--task data: needs --model | --task data: needs --reward"),
+    *[
+        (f"--chat_template_kwargs {x}", "--chat_template_kwargs ... must be an object in JSON")
+        for x in ("{think}", "[1]")
+    ],
     ("--algorithm gmpo --objective dppo", "geometric: ... with dppo"),
     ("--algorithm rloo --ratio sequence --old_policy sampler", "--ratio sequence: has | --old_policy: has no effect"),
     ("--objective cispo --tis_mode sequence_mask", "--epsilon_high 0.2: cispo caps | --tis_mode: has no effect"),
@@ -234,6 +238,7 @@ def test_each_setting_behaves_as_its_line_in_config_py_says(capsys, name):
 
 SELDOM_WANTED = [  # settings that are noted, and others with which they are not
     (dict(lora_rank=8, model="m"), dict(learning_rate=1e-3)),
+    (dict(stop=["#", "\\n"]), dict(stop=["\n"])),
     (dict(steps=3, warmup_steps=4), dict(steps=4)),
     (dict(steps=3, warmup_steps=4), dict(steps=0)),
 ]

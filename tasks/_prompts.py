@@ -24,6 +24,8 @@ def encode_prompts(tokenizer: Any, rows: list[dict]) -> None:
 def encode(tokenizer: Any, prompts: list[TextOrMessages]) -> list[list[int]]:
     """Encode prompts that are all strings, or all chats. Only chats go through the chat template."""
     if not isinstance(prompts[0], str):
+        if tokenizer.chat_template is None:
+            raise UserError("a prompt is a chat, but the model has no chat template: give another --model, or texts")
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
     encoded, eos_id, eos = tokenizer(prompts)["input_ids"], tokenizer.eos_token_id, tokenizer.eos_token
     # A tokenizer may add a start token to a text that already begins with one.
@@ -77,6 +79,8 @@ def notes(task: Task, tokenizer: Any, trains: bool) -> list[str]:
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and tokenizer.chat_template is not None:
         found.append("prompts that are strings do not get the model's chat template; chat messages do")
+    if any(chat[-1]["role"] == "assistant" for chat in chats):
+        found.append("a prompt ends with a message of the assistant, which the model reads before it answers")
     one_of_each_kind = {tuple(message["role"] for message in chat): chat for chat in chats}.values()
     if roles := {role for chat in one_of_each_kind for role in left_out(tokenizer, chat)}:
         found.append(f"the model's chat template leaves out messages with the role {', '.join(sorted(roles))}")

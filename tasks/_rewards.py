@@ -42,6 +42,8 @@ def load_function(name: str, own: dict[str, Callable]) -> Callable:
         found = getattr(module, function)
     except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
         raise UserError(f"{name}: {error}") from error
+    if not callable(found):
+        raise UserError(f"{name}: is not a function")
     reward = functools.partial(found)  # the name of some callables cannot be set, but that of a partial can
     reward.__name__ = getattr(found, "__name__", function)
     return reward
@@ -144,11 +146,12 @@ def values_of(reward: Callable, columns: dict[str, list], of_the_run: dict[str, 
         values = reward(**copies | accepted(reward, of_the_run))
         if inspect.iscoroutine(values):
             values = thread.submit(runner.run, values).result()
+        values = [*values] if inspect.isgenerator(values) else values  # here, its own errors are raised
         try:
             numbers = [math.nan if value is None else float(value) for value in values]
         except (OverflowError, TypeError, ValueError) as error:
-            error.add_note(f"reward function {reward.__name__}: these are no numbers: {values!r:.200}")
-            raise
+            what = f"reward function {reward.__name__} has returned {values!r:.200}"
+            raise UserError(f"{what}: not a list with a number or None for each completion") from error
     expected = len(columns["prompts"])
     if isinstance(values, dict | set | str) or len(numbers) != expected or any(abs(x) > LARGEST for x in numbers):
         shown = f"{type(values).__name__} {numbers!r:.200}"

@@ -184,6 +184,13 @@ def test_prompts_that_are_held_out_and_trained_on_are_counted_but_not_in_an_eval
     assert notes(task_of(CHAT, held_out=["2"]), WITH_TEMPLATE, trains=False) == [last], "also in what is evaluated only"
 
 
+def test_a_prompt_that_ends_with_an_answer_is_noted_and_a_chat_needs_a_template():
+    (note,) = notes(task_of([*CHAT, {"role": "assistant", "content": "2"}]), WITH_TEMPLATE, trains=True)
+    assert note.startswith("a prompt ends with a message of the assistant")
+    with pytest.raises(UserError, match="a prompt is a chat, but the model has no chat template"):
+        encode_prompts(PLAIN, [{"prompt": CHAT}])
+
+
 def test_messages_that_the_chat_template_leaves_out_are_noted(monkeypatch):
     task = task_of(CHAT, [{"role": "system", "content": "1"}, *CHAT], [*CHAT, {"role": "tool", "content": "1"}])
     assert notes(task, WITH_TEMPLATE, trains=True) == []
