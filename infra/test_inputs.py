@@ -90,7 +90,7 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
     ("--data {0}/nowhere.jsonl", "{0}/nowhere.jsonl cannot be read: "),
     ("--model {0}/of_another", "{0}/of_another: its files lack 15 weights of this model: "),
     ("--model {0}/rs_lora", "{0}/rs_lora: is not plain LoRA ['use_rslora']; merge it into its base"),
-    ("--model {0}/far_base", "{0}/far_base: cannot load /gone/base: "),
+    ("--model {0}/far_base", "--model {0}/far_base: .../gone/base"),
     ("--model {0}/far_base --lora_rank 3", "--lora_rank 3: the adapters in {0}/far_base have 2; leave it out"),
     (
         "--model {0}/model --reference {0}/far_base --beta 1",

@@ -210,7 +210,7 @@ class Box:
         time.sleep(0.05)  # long enough for the other places to be taken
         given = parse(flags, on_gpu=False)
         if given.seed not in self.fails:
-            run_folder.begin(ready(given, on_gpu=False), given, run_folder.claim(given))
+            run_folder.begin(ready(given, on_gpu=False), given, run_folder.claim(given), {})
             (Path(given.out) / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": given.beta}) + "\n")
         self.busy.remove(gpus)
         return SimpleNamespace(returncode=int(given.seed in self.fails))
