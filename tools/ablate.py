@@ -119,8 +119,10 @@ def make(unfinished: list[Run], args: argparse.Namespace, total: int) -> list[Ru
 
     def make_at_a_place(run: Run) -> tuple[bool, float]:
         place, start = free.get(), time.monotonic()
-        is_made = run_one(run, args.launch, place) == 0 and bool(log_if_finished(run))
-        free.put(place)
+        try:
+            is_made = run_one(run, args.launch, place) == 0 and bool(log_if_finished(run))
+        finally:
+            free.put(place)
         return is_made, time.monotonic() - start
 
     failed, seconds = [], []
