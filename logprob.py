@@ -108,7 +108,7 @@ def allowed_ids(sets: Sequence[Sequence[int] | None], device: torch.device) -> A
     counts = [len(ids) for ids in arrays]
     ids = np.concatenate([np.empty(0, np.int32), *arrays])
     starts = [*accumulate(counts, initial=0)]
-    return AllowedIds(torch.as_tensor(ids).to(device), torch.tensor(counts, device=device), starts)
+    return AllowedIds(torch.as_tensor(ids).to(device), torch.tensor(counts, dtype=torch.long, device=device), starts)
 
 
 @dataclass
