@@ -391,8 +391,10 @@ def test_what_an_objective_and_a_ratio_say_about_themselves(objective, ratio):
     weights = token_weights(b.mask, "global")
     _, grad, stats = run(b.logp, b.old, one, weights, b.mask, objective=objective, ratio=ratio, epsilon_high=2.0)
     says, says_ratio = OBJECTIVES[objective], RATIOS[ratio]
-    assert (grad[one == 0] != 0).any() == (says.by_ratio and says_ratio.mixes_tokens)
-    assert says.needs_A == (grad[1] == 0).all() == needs_advantages(objective, 0.0, 0.0, 0.0)
+    # The defaults of a new objective allow more than it may do.
+    assert (says.by_ratio and says_ratio.mixes_tokens) or (grad[one == 0] == 0).all()
+    assert (grad[1] == 0).all() or not says.needs_A
+    assert needs_advantages(objective, 0.0, 0.0, 0.0) == says.needs_A
     assert says.clips == ("clip_low" in stats) == ("clip_high" in stats)
     assert not any(needs_advantages(objective, *switches) for switches in ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
 
