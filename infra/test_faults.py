@@ -45,13 +45,13 @@ def whole(small, tmp_path_factory) -> Path:
 
 # ---- Out of memory: the tests raise the error themselves, so they need no GPU ----
 
-LOSS, LOGPROBS, SAMPLES = "train.policy_loss", "train.logprobs", "rollout._generate"
+LOSS, LOGPROBS, SAMPLES = "train.policy_loss", "train.logprobs_of", "rollout._generate"
 OPTIMIZER = "torch.optim.AdamW.step"
 
 
 def oom_above(rows: int, name: str, rank: int | None = None) -> None:
     def limited(call):
-        return lambda model, batch, *args, **how: oom() if len(batch) > rows else call(model, batch, *args, **how)
+        return lambda *args, **how: oom() if len(args[-1]) > rows else call(*args, **how)
 
     replace(name, limited, rank)
 
