@@ -155,8 +155,9 @@ class TokenScores:
         K = ids.shape[1] - 1
         log_p, log_q = self._distributions(logits, part, self.entropy_grad)
         g_ids, g_rest, g_entropy = (d_values / self.temperature).split([1 + K, 1, 1], dim=1)
-        g_q = g_ids.sum(1, keepdim=True) + g_rest
+        g_q = g_ids.sum(1, keepdim=True)
         if K:  # NaN stands for a rest that is empty
+            g_q = g_q + g_rest
             d_rest = _rest(log_q, ids, out=logits).softmax(1).nan_to_num_(0.0).mul_(g_rest)
         if self.entropy_grad:
             p = torch.exp(log_p, out=logits)
