@@ -18,6 +18,7 @@ completions are better. --dynamic_sampling replaces such groups.
 Not here: baselines from running means over steps, and value functions.
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,8 +67,8 @@ def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any)
     rewards = combine_rewards(parts, weights, settings.combine_rewards)  # (P, G)
     # (P, G), the number of tokens of each completion that are trained on
     lengths = [[int(mask.sum()) for mask in trained_tokens(group, settings.mask_truncated)] for group in groups]
-    scale, baseline, switches = settings.scale_rewards, settings.baseline, advantage_switches(settings)
-    advantages = group_advantages(rewards, scale, baseline, lengths=torch.tensor(lengths), **switches)
+    switches = advantage_switches(settings)
+    advantages = group_advantages(rewards, settings.scale_rewards, lengths=torch.tensor(lengths), **switches)
     for group, own in zip(groups, advantages, strict=True):
         # A baseline or a scale of the whole batch could give even a group without a signal advantages other than 0.
         without_signal = settings.dynamic_sampling and not group.has_signal
@@ -75,8 +76,9 @@ def set_advantages(groups: list[Group], weights: Sequence[float], settings: Any)
 
 
 def advantage_switches(settings: Any) -> dict[str, Any]:
-    """Return each setting that has the name of a keyword argument of group_advantages. A new one needs no code here."""
-    return {name: getattr(settings, name) for name in group_advantages.__kwdefaults__ if hasattr(settings, name)}
+    """Return each setting that has the name of an argument of group_advantages. A new one needs no code here."""
+    arguments = inspect.signature(group_advantages).parameters
+    return {name: getattr(settings, name) for name in arguments if hasattr(settings, name)}
 
 
 def combine_rewards(parts: Tensor, weights: Sequence[float], how: str = "sum") -> Tensor:

@@ -54,8 +54,8 @@ def token_logprobs(
     T = int(lengths.max())  # all later columns are padding in every row
     ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
     scored = completion_mask[:, :T].bool() & real
-    has_gap = (real[:, 1:] & ~real[:, :-1]).any()  # a token after padding
-    if has_gap or scored[:, 0].any():
+    after_padding = real[:, 1:] & ~real[:, :-1]  # (B, T - 1)
+    if (after_padding | scored[:, :1]).any():
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     device = ids.device.type

@@ -288,9 +288,9 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
 
         loss += part_loss.detach()
         # The log of each completion's importance weight, pi_old / pi_sampler, from which report.of_weights computes the
-        # effective sample size. Completions without a token that is trained on have none.
+        # effective sample size. Completions without a token that is trained on have NaN.
         log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1)
-        stats.append(part_stats | {"log_w": Each(log_w[part.mask.any(1)])})
+        stats.append(part_stats | {"log_w": Each(log_w.masked_fill(~part.mask.any(1), torch.nan))})
     return loss, combine(stats)
 
 

@@ -122,8 +122,9 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Statistic]]], optim
 
 def of_weights(log_w: Tensor) -> dict[str, float | None]:
     """Compute how far the completions are from those of the policy before the step. log_w has log W for each
-    completion, where W is its probability under that policy divided by its probability under the sampler. `ess` is the
-    effective sample size, as a share of the completions. 2602.17616"""
+    completion that is trained on, and NaN for the others, where W is its probability under that policy divided by its
+    probability under the sampler. `ess` is the effective sample size, as a share of the completions. 2602.17616"""
+    log_w = log_w[~log_w.isnan()]
     if not len(log_w):
         return {"ess": None}
     w = (log_w - log_w.max()).exp()  # a factor changes nothing

@@ -1,6 +1,7 @@
 """What happens to a run if memory runs out, a rank fails, a signal comes, a reward hangs or a loss is NaN."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -163,7 +164,12 @@ def other_rows(pick_rows):
 def other_advantages(advantages):
     """Return a function that computes the usual advantages in step 1, and slightly different ones in step 2."""
     earlier_calls = itertools.count()
-    return lambda *args, **how: advantages(*args, **how) * (1 + 1e-4 * next(earlier_calls))
+
+    @functools.wraps(advantages)
+    def other(*args, **how):
+        return advantages(*args, **how) * (1 + 1e-4 * next(earlier_calls))
+
+    return other
 
 
 UNLIKE = {  # how rank 1 differs, which function it replaces, and by what

@@ -53,7 +53,8 @@ def test_rows_of_a_file(tmp_path):
     task = load_task(Config(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=4))
     made = {row["prompt"][0]["content"]: row["answer"] for row in task.train + task.eval}
     expected = {f"{n} + 0?{ASK}": n for n in range(20)}
-    more = dict(data=str(tmp_path / "rows.jsonl"), eval_data=str(tmp_path / "rows.jsonl"))
-    assert load_task(Config(task="math", **more)).eval == load_task(Config(task="math", **more)).train
+    more = dict(data=str(tmp_path / "rows.jsonl"), eval_data=[str(tmp_path / "rows.jsonl")])
+    task_of_two = load_task(Config(task="math", **more))
+    assert task_of_two.eval == [row | {"eval_data": "rows"} for row in task_of_two.train]
     assert made == expected | {f"2 + 2?{ASK}": "It is \\boxed{4}.", "Is it 7?": "7"} and len(task.eval) == 4
     assert "\\boxed{}" in ASK and task.correct == task.reward_names[0] == "equal_answer"

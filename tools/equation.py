@@ -223,7 +223,7 @@ def trace(cfg: Config) -> dict[str, Node]:
     rewards = combine_rewards(leaf("r_i", P, G)[..., None], [1.0], cfg.combine_rewards)
     lengths = symbol(torch.full((P, G), T), "|o_i|")
     switches = advantage_switches(cfg)
-    advantages = group_advantages(rewards, cfg.scale_rewards, cfg.baseline, lengths=lengths, **switches)
+    advantages = group_advantages(rewards, cfg.scale_rewards, lengths=lengths, **switches)
     mask = symbol(torch.ones(P * G, T, dtype=torch.bool), True)
     prompts = symbol(torch.arange(P).repeat_interleave(G), "prompt")
     weights = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)

@@ -123,7 +123,7 @@ def is_what_the_code_computes(cfg) -> bool:
     rewards, lengths = torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(LENGTHS).view(-1, G)
     parts = equation.combine_rewards(rewards[..., None], [1.0], cfg.combine_rewards)
     how = advantage_switches(cfg)
-    A = group_advantages(parts, cfg.scale_rewards, cfg.baseline, lengths=lengths, **how).flatten()
+    A = group_advantages(parts, cfg.scale_rewards, lengths=lengths, **how).flatten()
     w = token_weights(mask, cfg.normalization, cfg.max_completion_length, prompts)
     heads = dict(head_logp=head, sampler_head_logp=sampler_head) if cfg.score_centering else {}
     switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
