@@ -59,8 +59,8 @@ def print_waits(accumulate: Callable) -> Callable:
 def test_how_often_the_host_waits_in_a_micro_batch(small, tmp_path, given, most):
     """The host waits five times: to copy the row numbers of the micro-batch to the GPU, for the length of the longest
     row, to check that every row is a prompt and a completion, to find the scored tokens, and for transformers, which
-    looks whether a row has several sequences. With top-p it waits more often, to look up the sets of ids that the tokens were sampled from and to copy them. This fails
-    if a change adds a wait, for instance for a metric."""
+    looks whether a row has several sequences. With top-p it waits more often, to look up the sets of ids that the
+    tokens were sampled from and to copy them. This fails if a change adds a wait, for instance for a metric."""
     settings = small | dict(top_p=1.0, steps=1, minibatches=1, top_entropy=1.0, eval_every=0) | given
     shown = run(settings, tmp_path / "out", partial(conftest.replace, "train.accumulate", print_waits))
     assert 0 < float(re.search("waits: (.*)", shown)[1]) <= most

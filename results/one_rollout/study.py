@@ -1,0 +1,116 @@
+"""Is a group of completions worth its prompts? One completion of each of 128 prompts against eight of each of 16.
+
+    python results/one_rollout/study.py addition    makes the runs that are missing, in runs/one_rollout/
+    python results/one_rollout/study.py sum         the same on a language model, in runs/one_rollout_sum/
+
+FlashREINFORCE (2026) trains on one completion of each prompt. It compares a completion with the others of the update,
+not with those of its prompt, and sees eight times as many prompts. All variants sample the same number of completions
+in a step. Each gets the rate of RATES with the highest reward over the second half of the run on the seeds of TUNED_ON,
+and is then trained with it on SEEDS. Without a delay, centering is the same as GRPO. No run is taken from an earlier
+study.
+
+The questions, written down before the runs:
+1. Does one completion of each prompt earn as much as groups do? It earns less, or more, if the interval of its
+   difference from an arm with groups excludes 0, after Holm's correction for all such comparisons.
+2. Does that change with the delay? It does if the interval of the difference of two differences excludes 0.
+
+`sum` is the task of docs/real_model.md, where the model is made.
+
+The measure is the mean reward over the second half of a run: steps 41 to 80 in addition, 21 to 40 in sum.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from infra import run_folder  # noqa: E402
+
+
+class Study(NamedTuple):
+    folder: str
+    flags: list[str]
+    steps: int
+    groups: tuple[int, int]  # prompts, and completions of each
+    rates: list[str]
+    tuned_on: list[int]
+    seeds: list[int]
+    delays: list[int]
+
+
+STUDIES = {
+    "addition": Study(
+        "one_rollout", [], 80, (16, 8), ["1e-4", "2e-4", "5e-4", "1e-3"], [101, 102], [1, 2, 3, 4, 5], [8, 0, 32]
+    ),
+    "sum": Study(
+        "one_rollout_sum",
+        """--model=models/smollm2 --data=runs/candidates/sum.jsonl --reward=results/real_model/candidates.py:last_number
+        --correct=last_number --max_completion_length=32 --warmup_steps=0 --eval_prompts=64 --dtype=float32""".split(),
+        40, (4, 8), ["3e-6", "1e-5"], [101], [1, 2, 3], [0, 8],
+    ),
+}  # fmt: skip
+ARMS = {
+    "one": ["--algorithm=flash_reinforce"],
+    "grpo": [],
+    "cispo": ["--algorithm=cispo", "--old_policy=sampler"],
+    "centering": ["--tis_cap=2", "--score_centering=17"],  # all ids of addition
+}
+
+
+def variants(study: Study) -> list[tuple[str, int]]:
+    return [(arm, delay) for delay in study.delays for arm in ARMS if (arm, delay) != ("centering", 0)]
+
+
+def folder(study: Study, arm: str, delay: int, rate: str, seed: int) -> Path:
+    return ROOT / "runs" / study.folder / f"{arm}-{delay}-{rate}-{seed}"
+
+
+def lines_of(study: Study, run: Path) -> list[dict]:
+    lines = run_folder.read_lines(run / "metrics.jsonl")
+    return lines if lines and lines[-1]["step"] == study.steps else []
+
+
+def train(study: Study, arm: str, delay: int, rate: str, seed: int) -> None:
+    """Make the run, unless it is finished. A run that an interruption left unfinished is continued."""
+    run = folder(study, arm, delay, rate, seed)
+    if not lines_of(study, run):
+        P, G = study.groups
+        words = [*study.flags, *ARMS[arm], f"--delay={delay}", f"--learning_rate={rate}", f"--seed={seed}"]
+        words += [f"--steps={study.steps}", f"--eval_every={study.steps}"]
+        words += [f"--prompts_per_step={P * G}", "--num_generations=1"] if arm == "one" else []
+        words += [f"--prompts_per_step={P}", f"--num_generations={G}"] if arm != "one" else []
+        command = [sys.executable, ROOT / "train.py", *words, "--out", run]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    for weights in ("checkpoint", "model"):
+        shutil.rmtree(run / weights, ignore_errors=True)
+
+
+def second_half(study: Study, lines: list[dict]) -> float:
+    values = [line["reward"] for line in lines if line["step"] > study.steps // 2]
+    return sum(values) / len(values)
+
+
+def best_rate(study: Study, arm: str, delay: int) -> str:
+    def reward(rate: str) -> float:
+        runs = [lines_of(study, folder(study, arm, delay, rate, seed)) for seed in study.tuned_on]
+        return sum(second_half(study, lines) for lines in runs)
+
+    return max(study.rates, key=reward)
+
+
+def main(study: Study) -> None:
+    for arm, delay in variants(study):
+        for rate in study.rates:
+            for seed in study.tuned_on:
+                train(study, arm, delay, rate, seed)
+        for seed in study.seeds:
+            train(study, arm, delay, best_rate(study, arm, delay), seed)
+        print(arm, delay, best_rate(study, arm, delay), flush=True)
+
+
+if __name__ == "__main__":
+    main(STUDIES[sys.argv[1]])
