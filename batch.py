@@ -44,7 +44,7 @@ class Batch:
     ref_logp: Tensor | None = None  # (N, T)
     entropy: Tensor | None = None  # (N, T), of the policy before the step; None unless --top_entropy needs it
     weights: Tensor | None = None  # (N, T), computed from the whole update
-    per_row: list[int] | None = None  # how many completions share each row of the model's input; None: one each
+    completions_per_row: list[int] | None = None  # in each row that the model reads; None: one each
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,7 +54,7 @@ class Batch:
         index = torch.tensor(rows, device=self.ids.device)
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         kept = None if self.kept is None else [self.kept[row] for row in rows]
-        return replace(self, **tensors, kept=kept, per_row=None)
+        return replace(self, **tensors, kept=kept, completions_per_row=None)
 
     @property
     def has_gradient(self) -> Tensor:
@@ -71,9 +71,7 @@ class Limits:
     # The model's, which decides how many completions share a row (fast/shared_prompts.py). None: each has its own.
     hidden_size: int | None = None
     least_prompt: float = 0.0  # completions share a row if their prompt is at least this many times as long as they are
-    largest: int = (
-        0  # the tokens of the largest micro-batch of several completions since `retry_smaller` has set it to 0
-    )
+    largest: int = 0  # tokens of the largest micro-batch of several completions, since `retry_smaller` set it to 0
 
     def allow(self, rows: int, tokens: int) -> bool:
         return rows <= (self.rows or math.inf) and tokens <= (self.tokens or math.inf)
@@ -159,7 +157,7 @@ def micro_batches(
         if len(piece) > 1 or len(piece[0]) > 1:
             limits.largest = max(limits.largest, _tokens(piece))
         rows = [one.index for row in piece for one in row]  # their numbers in the batch
-        yield rows, replace(batch[rows], per_row=[len(row) for row in piece])
+        yield rows, replace(batch[rows], completions_per_row=[len(row) for row in piece])
     if same_count:
         most = max(len(pieces_of(share)) for share in shares)
         filler = replace(batch[[0]], mask=torch.zeros_like(batch.mask[:1]))  # any completion would do: it is masked

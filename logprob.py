@@ -39,29 +39,30 @@ def token_logprobs(
     entropy_grad: bool = False,
     kept: Sequence[Sequence[Sequence[int] | None]] | None = None,
     head_ids: Tensor | None = None,
-    per_row: list[int] | None = None,
+    completions_per_row: list[int] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return logp (B, T) and the entropy (B, T) or None, and with head_ids (B, T, K) a third result (B, T, K + 1): the
     log-probs of these ids at each token, and last of all other ids together.
 
-    input_ids, attention_mask and completion_mask are (B, T), with all padding on the right. Position t belongs to token
-    t, and is 0 where completion_mask is 0. The entropy has a gradient only with entropy_grad. kept[b][t] are the ids
-    that token t of row b was sampled from, or None for all. All log-probs are normalized over these ids, the entropy is
-    that of the whole vocabulary. per_row[r] is how many consecutive rows, all of one prompt, the model reads as one.
-    The result does not depend on it.
+    input_ids, attention_mask and completion_mask are (B, T), with all padding on the right. Entry t of a result is that
+    of token t, and 0 where completion_mask is 0. The entropy has a gradient only with entropy_grad. kept[b][t] are the
+    ids that token t of row b was sampled from, or None for all. All log-probs are normalized over these ids, the
+    entropy is that of the whole vocabulary. completions_per_row[r] is how many consecutive rows of input_ids, all of
+    one prompt, are one row for the model. The results do not depend on it.
     """
     lengths = attention_mask.sum(1)  # (B,)
     T = int(lengths.max())  # all later columns are padding in every row
     ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
     scored = completion_mask[:, :T].bool() & real
     after_padding = real[:, 1:] & ~real[:, :-1]  # (B, T - 1)
-    if (after_padding | scored[:, :1]).any():
+    if (after_padding | scored[:, :1]).any():  # one question, because the host waits for each answer
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     device = ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(model.parameters()).dtype
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    inputs, places = model_inputs(ids[:, :-1], lengths - 1, per_row, dtype)  # places (B, T - 1) of tokens in the inputs
+    # `dtype` is that of a mask, if rows are shared. places (B, T - 1) says where each token is among the inputs.
+    inputs, places = model_inputs(ids[:, :-1], lengths - 1, completions_per_row, dtype)
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
     token = ids[b, t, None].int()  # (n, 1)
     scores = TokenScores(
@@ -73,13 +74,14 @@ def token_logprobs(
     )
     chunk = CHUNK[device] if kept is None else CHUNK[device] // 2  # log q is one more tensor of the size of the logits
     values = function_of_logits(model, inputs, places[b, t - 1], scores.values, scores.gradient, chunk)  # (n, K + 3)
-    # Log q of an id that the sampler could not pick is -inf whatever the logits are, so it has no gradient.
+    # Log q of an id that the sampler could not pick is -inf whatever the logits are. This line lets no gradient through
+    # there, and changes no value.
     values = values.masked_fill(values == -math.inf, -math.inf)
     values = values.new_zeros(*input_ids.shape, values.shape[1]).index_put((b, t), values)
 
     logp, entropy, of_head_ids = values[..., 0], values[..., -1], values[..., 1:-1]
     if not entropy_grad:
-        entropy = entropy.detach() if with_entropy else None  # `gradient` ignores it, so nobody may ask for one
+        entropy = entropy.detach() if with_entropy else None  # TokenScores.gradient leaves it out
     return (logp, entropy) if head_ids is None else (logp, entropy, of_head_ids)
 
 
@@ -116,8 +118,8 @@ class TokenScores:
     """What is wanted of n tokens as a function of their logits, and the gradient of the logits.
 
     Let z be the logits divided by the temperature, p = softmax(z), and q the softmax over the ids that a token was
-    sampled from. Wanted are log q of 1 + K ids, log q of the rest, which is all ids but the K together, and the entropy
-    of p:
+    sampled from. Wanted are log q of 1 + K ids, log q of the rest, and the entropy of p. The rest is all ids except the
+    K, taken as one:
 
         d log q(id) / dz = onehot(id) - q
         d log q(rest) / dz = q(. | rest) - q            # q(. | rest) is q / q(rest) in the rest, and 0 elsewhere
@@ -149,23 +151,26 @@ class TokenScores:
 
             sum of onehot(id) g_id - q (sum of g_id + g_rest) + q(. | rest) g_rest - p (log p + entropy) g_entropy
 
-        divided by the temperature. A tensor of this size is a large part of the memory of an update, so most lines
-        overwrite one."""
+        divided by the temperature. A tensor (n, V) is a large part of the memory of an update, so most lines overwrite
+        one. Without kept sets, log_p and log_q are the same tensor."""
         ids = self.ids[part].long()
         K = ids.shape[1] - 1
         log_p, log_q = self._distributions(logits, part, self.entropy_grad)
         g_ids, g_rest, g_entropy = (d_values / self.temperature).split([1 + K, 1, 1], dim=1)
         g_q = g_ids.sum(1, keepdim=True)
-        if K:  # NaN stands for a rest that is empty
+        if K:
             g_q = g_q + g_rest
-            d_rest = _rest(log_q, ids, out=logits).softmax(1).nan_to_num_(0.0).mul_(g_rest)
+            d_rest = _rest(log_q, ids, out=logits).softmax(1)  # NaN if the rest is empty
+            d_rest = d_rest.nan_to_num_(0.0).mul_(g_rest)  # q(. | rest) g_rest
         if self.entropy_grad:
             p = torch.exp(log_p, out=logits)
             q = p if self.allowed is None else log_q.exp_()
-            d_logits = log_p.add_(_entropy(p, log_p)[:, None]).mul_(p).mul_(-g_entropy)
+            d_logits = (
+                log_p.add_(_entropy(p, log_p)[:, None]).mul_(p).mul_(-g_entropy)
+            )  # -p (log p + entropy) g_entropy
             d_logits.addcmul_(q, g_q, value=-1.0)  # - q g_q
         else:
-            d_logits = log_q.exp_().mul_(-g_q)
+            d_logits = log_q.exp_().mul_(-g_q)  # - q g_q
         if K:
             d_logits += d_rest
         # Two calls, because the token may be among the K. On a GPU, one call would add the two in no fixed order.

@@ -32,15 +32,20 @@ NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
+# `reads` lists the arguments of policy_loss that are read with this choice. If an argument is listed, but not for what
+# was chosen, it has no effect, and the command line refuses it: --objective cispo --delta 3, for example. An argument
+# that is listed nowhere, such as beta, is always read.
+
+
 class Objective(NamedTuple):
-    """The defaults are safe for a new objective: at worst, a backward pass is made in vain, or a combination of
-    switches is refused that would be right."""
+    """What an objective says about itself. The defaults are safe for a new one: it may get a backward pass in vain, or
+    the command line may refuse a combination that would be right, but nothing is computed wrongly."""
 
     clips: bool = False  # it has bounds, and counts the tokens beyond them: clip_low, clip_high
     needs_A: bool = False  # where the advantage is 0, it has no gradient
-    by_ratio: bool = True  # its gradient goes through the ratio
-    reads: tuple[str, ...] = ()  # see SWITCHES_READ
-    centered_with: tuple[str, ...] = ()  # each old policy with which its weight is a function of policy / sampler
+    by_ratio: bool = True  # its gradient goes through the ratio; --top_entropy then needs one that mixes no tokens
+    reads: tuple[str, ...] = ()
+    centered_with: tuple[str, ...] = ()  # the values of old_policy with which --score_centering is right
 
 
 class Ratio(NamedTuple):
@@ -65,9 +70,6 @@ RATIOS = {
 }
 OLD_POLICIES = {"policy": ("tis_mode", "tis_cap", "tis_floor", "gate_low", "gate_high"), "sampler": ()}
 KL_ESTIMATORS = {"k1": ("kl_importance",), "k2": (), "k3": ("kl_importance",), "abs": (), "k1+": (), "k3+": ()}
-# The arguments of policy_loss that are read with each choice. If an argument is listed, but not for what was chosen, it
-# has no effect, and the command line refuses it: --objective cispo --delta 3, for example. An argument that is listed
-# nowhere, such as beta, is always read.
 SWITCHES_READ = {
     "objective": {name: objective.reads for name, objective in OBJECTIVES.items()},
     "ratio": {name: ratio.reads for name, ratio in RATIOS.items()},
@@ -106,13 +108,14 @@ def combine(parts: Sequence[dict[str, Statistic]]) -> dict[str, Statistic]:
     combined = {}
     for name in dict.fromkeys(name for stats in parts for name in stats):
         found = [stats[name] for stats in parts if name in stats]
-        columns = [[x.double() for x in column] for column in zip(*found, strict=True)]
         if isinstance(found[0], Each):
-            combined[name] = Each(torch.cat(*columns))
-        elif isinstance(found[0], Max):
-            combined[name] = Max(*(torch.stack(column).max() for column in columns))
+            combined[name] = Each(torch.cat([each.values.double() for each in found]))
+            continue
+        values, counts = (torch.stack([x.double() for x in column]) for column in zip(*found, strict=True))
+        if isinstance(found[0], Max):
+            combined[name] = Max(values.max(), counts.max())
         else:
-            combined[name] = Mean(*(torch.stack(column).sum() for column in columns))
+            combined[name] = Mean(values.sum(), counts.sum())
     return combined
 
 
@@ -177,7 +180,7 @@ def policy_loss(
     gate_low: float | None = None,
     gate_high: float | None = None,
     gate_kl: float | None = None,
-    off_policy_mask: float | None = None,
+    off_policy_mask: float | None = None,  # a threshold, see far_from_sampler
     head_logp: Tensor | None = None,
     sampler_head_logp: Tensor | None = None,
     # what is added
@@ -197,7 +200,8 @@ def policy_loss(
     denominator of the ratio is old_logp, or sampler_logp if old_policy is "sampler".
 
     The tis_* arguments (truncated importance sampling) correct the policy term for the difference between the old
-    policy and the sampler. The gate_* arguments drop completions in which this difference is too large. head_logp and
+    policy and the sampler. The gate_* arguments drop the policy term of completions in which this difference is too
+    large. head_logp and
     sampler_head_logp (B, T, K) center the scores, see `expected_score`. infra/command_line.py checks which arguments
     make sense together.
     """
@@ -215,7 +219,7 @@ def policy_loss(
 
     # Which ratio?
     log_rho, too_low, too_high = log_ratio(ratio, logp, denominator, A, mask, epsilon_low, epsilon_high)
-    if ratio == "geometric":  # it has clipped already
+    if ratio == "geometric":  # it has clipped already; the bounds 1 - 1 and 1 + inf clip no more
         epsilon_low, epsilon_high = 1.0, math.inf
 
     # Which correction for the sampler?
@@ -225,9 +229,9 @@ def policy_loss(
     if any(bound is not None for bound in (tis_floor, tis_cap, gate_low, gate_high, gate_kl)):
         log_u = (denominator - sampler_logp).detach()  # (B, T), of old policy / sampler
         u = sampler_ratio(log_u, tis_mode)
-        correction = within_bounds(u, tis_mode, tis_floor, tis_cap)
-        now = logp if old_policy == "sampler" else old_logp
-        dropped = outside_gates(log_u, sampler_logp, now.detach(), mask, gate_low, gate_high, gate_kl)
+        correction = bounded_ratio(u, tis_mode, tis_floor, tis_cap)
+        gated = logp if old_policy == "sampler" else old_logp  # the policy that --gate_kl compares with the sampler
+        dropped = outside_gates(log_u, sampler_logp, gated.detach(), mask, gate_low, gate_high, gate_kl)
         stats |= _statistics_of_correction(u, dropped, mask, tis_floor, tis_cap)
     if off_policy_mask is not None:
         far = far_from_sampler(logp, sampler_logp, A, mask, off_policy_mask)
@@ -235,16 +239,16 @@ def policy_loss(
         dropped = dropped | far
 
     # Which policy term?
-    policy, low, high = policy_term(
+    policy, is_low, is_high = policy_term(
         objective, log_rho.exp(), A, logp, denominator, correction, mask,
         epsilon_low, epsilon_high, delta, sapo_tau_pos, sapo_tau_neg,
     )  # fmt: skip
     if OBJECTIVES[objective].clips:
-        stats["clip_low"] = Mean(((too_low | low) & mask).sum(), tokens)
-        stats["clip_high"] = Mean(((too_high | high) & mask).sum(), tokens)
+        stats["clip_low"] = Mean(((too_low | is_low) & mask).sum(), tokens)
+        stats["clip_high"] = Mean(((too_high | is_high) & mask).sum(), tokens)
 
     # What is added?
-    if head_logp is not None:
+    if head_logp is not None:  # score centering, with the bounds that the policy term has for the same ratio
         is_capped = objective == "cispo" and old_policy == "sampler"
         bounds = ("token_truncate", None, epsilon_high) if is_capped else (tis_mode, tis_floor, tis_cap)
         policy = policy + A * expected_score(head_logp, sampler_head_logp, mask, *bounds)
@@ -296,9 +300,9 @@ def sampler_ratio(log_u: Tensor, tis_mode: str) -> Tensor:
     return log_u.exp()
 
 
-def within_bounds(u: Tensor, tis_mode: str, floor: float | None, cap: float | None) -> Tensor:
-    """Return the factor by which a ratio to the sampler corrects: the ratio truncated to its bounds (TIS), or 0 outside
-    of them (IcePop, MIS). Without bounds, there is no correction, and the factor is 1."""
+def bounded_ratio(u: Tensor, tis_mode: str, floor: float | None, cap: float | None) -> Tensor:
+    """Return the factor that corrects for the sampler: u truncated to its bounds (TIS), or u with 0 outside of them
+    (IcePop, MIS). Without bounds, there is no correction, and the factor is 1."""
     if floor is None and cap is None:
         return torch.ones_like(u)
     if tis_mode.endswith("truncate"):
@@ -359,9 +363,10 @@ def policy_term(
     sapo_tau_pos: float,
     sapo_tau_neg: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy term of each token, minus the objective of the paper, with the correction for the sampler.
-    Return also which tokens are below their lower bound and would fall further, because A is negative, and which are
-    above their upper bound and would rise further, because A is positive; all (B, T)."""
+    """Return the policy term of each token: the objective of the paper with its sign changed, because it is minimized,
+    times the correction for the sampler. Return also which tokens are below their lower bound and would fall further,
+    because A is negative, and which are above their upper bound and would rise further, because A is positive; all
+    (B, T)."""
     too_low = too_high = torch.zeros_like(mask)
     if objective == "clip":  # PPO, GRPO; DAPO's clip-higher: epsilon_high > epsilon_low
         low, high = 1 - epsilon_low, 1 + epsilon_high
@@ -426,25 +431,27 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, estimator: str = "k3") -> Tens
 def expected_score(
     head_logp: Tensor, sampler_head_logp: Tensor, mask: Tensor, tis_mode: str, floor: float | None, cap: float | None
 ) -> Tensor:
-    """Return a number for each token, (B, T), whose gradient is the weighted score that the sampler expects there.
+    """Return sum_v mu_v f_v log pi_v for each token, (B, T), over all ids v, with a gradient through log pi_v alone.
 
-    The score of a token a is grad log pi(a). The policy term gives it the weight f = within_bounds(pi(a) / mu(a), ...),
-    where mu is the sampler. The token was drawn from mu, so the expectation, over all ids v, is
+    The score of a token a is grad log pi(a). The policy term gives it the weight f_a = bounded_ratio(pi_a / mu_a, ...),
+    where mu is the sampler. The token was drawn from mu, so its weighted score is expected to be
 
-        sum_v  mu_v f(pi_v / mu_v) grad log pi_v
+        sum_v  mu_v f_v grad log pi_v
 
-    Score centering (2609.20807) subtracts it. head_logp and sampler_head_logp (B, T, K) are log pi and log mu of K ids.
-    All other ids together are one more v, for which the paper takes mu to be proportional to pi. It may be given as the
-    last of the K, and in fp32 it should be, because 1 minus the probabilities of the likeliest ids is rounded.
+    which is the gradient of the result. Score centering (2609.20807) subtracts it from the score. head_logp and
+    sampler_head_logp (B, T, K) are log pi and log mu of K ids. All other ids together are one more v, for which the
+    paper takes mu to be proportional to pi. It may be given as the last of the K, and in fp32 it should be, because 1
+    minus the probabilities of the likeliest ids is rounded.
     """
     head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
     mu, pi_others = sampler_head_logp.exp(), 1 - head_logp.exp().sum(-1, keepdim=True)
     mu_others = 1 - mu.sum(-1, keepdim=True)
     exist = mu_others > 1e-5  # in fp32, a sum of 1000 probabilities is accurate to 1e-6
     pi_others = pi_others.clamp(min=torch.finfo(pi_others.dtype).tiny)  # rounding may make it negative
+    # Where mu is 0, an id counts nothing. Its log pi must be finite even so, because 0 * -inf is NaN.
     mu = torch.cat([mu, mu_others.where(exist, 0.0)], -1)  # (B, T, K + 1)
     log_pi = torch.cat([head_logp, pi_others.where(exist, 1.0).log()], -1).masked_fill(mu == 0.0, 0.0)
-    f = within_bounds(log_pi.detach().exp() / mu, tis_mode, floor, cap)  # the ratio is infinite where mu is 0
+    f = bounded_ratio(log_pi.detach().exp() / mu, tis_mode, floor, cap)  # the ratio is infinite where mu is 0
     return ((mu * f).masked_fill(mu == 0.0, 0.0) * log_pi).sum(-1)
 
 
@@ -470,7 +477,7 @@ def _beyond_bounds(x: Tensor, low: float, high: float, A: Tensor) -> tuple[Tenso
 
 def _is_outside(x: Tensor, low: float | None, high: float | None) -> Tensor:
     """Return where x is outside of [low, high]. None means that there is no bound."""
-    return (x < (0.0 if low is None else low)) | (x > (math.inf if high is None else high))
+    return (x < (-math.inf if low is None else low)) | (x > (math.inf if high is None else high))
 
 
 def _mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:

@@ -36,15 +36,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from config import SMALLER, UserError
-from fast.growing_cache import make_room
 from fast.token_search import first_above
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
-Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply, perhaps none; None: over
+Reply = Callable[[list[int]], list[int] | None]  # ids of a turn -> ids of the reply, or None: the completion is over
 CHECK_EVERY = {"cuda": 8, "cpu": 1}  # how many tokens between two checks for ended rows; each waits for the GPU
 PROMPT_TOKENS = 1 << 14  # how many tokens of prompts, with padding, are read at once: enough to keep a GPU busy
-PER_ROW = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
+ROW_ARGUMENTS = "attention_mask", "position_ids"  # arguments of the model that have a row for each completion
 # The argument with the cache. Before transformers 5.24, it has the second name, and in models like Mamba the third.
 CACHE_NAMES = "cache", "past_key_values", "cache_params"
 PIECEWISE_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # cache layers of these types take prompts in pieces
@@ -60,7 +59,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that remain after top_k, top_p and min_p, and normalize log-probs over them
-    head: int = 0  # record the log-probs of this many ids at each token, the likeliest ones
+    head: int = 0  # record the log-probs of this many ids at each token, the likeliest ones; if p is cut, with keep_set
     tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
     drop_share: float = 0.25  # finished rows leave the batch once they make up this share of it
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -81,7 +80,7 @@ class Completion:
     written: np.ndarray | None = None  # bool, False in replies; None if there are none
     splits: list[int] | None = None  # where a turn begins right after another one, because the reply was empty
     replies: list | None = None  # as texts or messages, for the rewards; set in train.py, like the next one
-    state: dict | None = None  # what `reply` has stored in this completion's copy of the row; None after the rewards
+    state: dict | None = None  # this completion's copy of the task's row, as `reply` left it; None after the rewards
 
     def __post_init__(self) -> None:
         self.ids, self.logp = np.asarray(self.ids, np.int32), np.asarray(self.logp, np.float32)
@@ -97,8 +96,8 @@ class Completion:
         """The ids of each turn of the model."""
         if self.written is None:
             return [self.ids.tolist()]
-        starts = {*np.flatnonzero(np.diff(self.written)) + 1, *(self.splits or [])}  # of turns and of replies
-        parts = np.split(np.arange(len(self.ids)), sorted(starts))
+        changes = np.flatnonzero(np.diff(self.written)) + 1  # where a turn or a reply begins
+        parts = np.split(np.arange(len(self.ids)), sorted({*changes, *(self.splits or [])}))
         return [self.ids[part].tolist() for part in parts if self.written[part[0]]]
 
 
@@ -187,22 +186,22 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], sampling: Sampli
     of_prompt = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=model.device)
     # This configuration only prepares the cache and the inputs. Tokens are chosen by `sample`, below.
     config = GenerationConfig(max_new_tokens=sampling.max_completion_length, do_sample=False, use_cache=True)
-    own_loop = partial(_token_loop, of_prompt=of_prompt, sampling=sampling, **how)
-    with _own_settings_put_aside(model):
-        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=own_loop)
+    loop = partial(_token_loop, of_prompt=of_prompt, sampling=sampling, **how)
+    with _without_defaults(model):
+        return model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=loop)
 
 
 @contextmanager
-def _own_settings_put_aside(model: PreTrainedModel) -> Iterator[None]:
+def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
     """Let no setting of the model change what is sampled. What a call of `generate` leaves unset, it takes from the
     model's own configuration, and in train mode, gradient checkpointing would silently turn the cache off."""
-    own_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
+    its_config, in_train_mode = model.generation_config, [m for m in model.modules() if m.training]
     model.generation_config = GenerationConfig()
     model.eval()
     try:
         yield
     finally:
-        model.generation_config = own_config
+        model.generation_config = its_config
         for module in in_train_mode:
             module.training = True
 
@@ -298,7 +297,7 @@ def _token_loop(
             if len(drafts.live) - unfinished >= sampling.drop_share * len(drafts.live):
                 _drop_done(drafts, kwargs)
         if t + 1 < L:
-            token = drafts.tokens[drafts.live, t : t + 1]  # (B, 1)
+            token = drafts.tokens[drafts.live, t : t + 1]  # (B, 1); rows may have left, so not the one above
             inputs = model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
             out = model(**inputs, return_dict=True)
             kwargs = model._update_model_kwargs_for_generation(out, kwargs)
@@ -323,9 +322,8 @@ def _read_prompts(
     out = model._prefill(input_ids, generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(out, kwargs)
     _select_rows(kwargs, of_prompt)
-    # With --decode graph, `forward` is an object that has its own way to let the cache grow (infra/decoding.py).
-    let_grow = getattr(model.forward, "make_room", make_room)
-    let_grow(cache_of(kwargs), max_tokens=input_ids.shape[1] + room)
+    if hasattr(model.forward, "make_room"):  # with --decode graph, tokens are written in place (infra/decoding.py)
+        model.forward.make_room(cache_of(kwargs), max_tokens=input_ids.shape[1] + room)
     return out.logits[:, -1][of_prompt], kwargs
 
 
@@ -377,8 +375,10 @@ def _ends_turn(
 def _take_replies(drafts: Drafts, t: int, ends: Tensor, replies: list[Reply] | None) -> Tensor:
     """Ask for a reply to each turn that ends with token t. Return which rows (B,) get one, and so go on."""
     goes_on = torch.zeros_like(ends)
-    rows, L = [] if replies is None else ends.nonzero().squeeze(1).tolist(), drafts.tokens.shape[1]
-    for b in rows:
+    if replies is None:
+        return goes_on
+    L = drafts.tokens.shape[1]
+    for b in ends.nonzero().squeeze(1).tolist():
         n = int(drafts.live[b])
         reply = replies[n](drafts.turn(n, t))
         if reply is None:
@@ -429,10 +429,10 @@ def _completions(drafts: Drafts, has_replies: bool) -> list[Completion]:
 
 def has_stop(turn: list[int], sampling: Sampling) -> bool:
     """Return whether the text of a turn contains a stop string. Earlier tokens were already checked, so a stop string
-    must end in the last token, and the last tokens are enough: one of n characters has at most 4 n bytes, and a token
-    at least one."""
+    must end in the last token. The last 4 n tokens are enough for one of n characters: these have at most 4 n bytes,
+    and a token has at least one."""
     text = sampling.to_text(turn[-stop_window(sampling) :])
-    if "\ufffd" in text:  # the first one may begin inside a character, and then other characters may be lost, too
+    if "\ufffd" in text:  # these tokens may begin inside a character, which may spoil all of the text
         text = sampling.to_text(turn)
     return any(stop in text for stop in sampling.stop)
 
@@ -443,8 +443,8 @@ def stop_window(sampling: Sampling) -> int:
 
 
 def may_end_stop(token: int, sampling: Sampling) -> bool:
-    """Return whether a stop string may end in this token, which has its last character or a part of a character. This
-    saves decoding the end of every turn at every token."""
+    """Return whether a stop string may end in this token: the token has the last character of one, or a part of a
+    character. This saves decoding the end of every turn at every token."""
     # A tokenizer may drop a space at the start of a text, but not before the second token.
     text = sampling.to_text([token]) + sampling.to_text([token, token])
     return "\ufffd" in text or any(stop[-1] in text for stop in sampling.stop)
@@ -491,7 +491,7 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
     # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
     # not pick a first token that has probability 0.
     target = torch.minimum(u.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)
+    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)  # if p is NaN, it would be behind p
 
 
 def _cut(p: Tensor, sampling: Sampling) -> Tensor:
@@ -525,6 +525,6 @@ def _select_rows(kwargs: dict, rows: Tensor) -> None:
     times is repeated."""
     if (past := cache_of(kwargs)) is not None:
         past.reorder_cache(rows)
-    for name in PER_ROW:
+    for name in ROW_ARGUMENTS:
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name][rows]

@@ -122,7 +122,7 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
     for rank, parts in enumerate(by_rank):
         # The model reads a prompt and the completions that share it as one row. Here, such a row is a tensor with the
         # indices of its completions, called a sequence, and a piece has the sequences of a micro-batch.
-        pieces = [torch.tensor(index).split(part.per_row) for index, part in parts]
+        pieces = [torch.tensor(index).split(part.completions_per_row) for index, part in parts]
         sizes = [*map(tokens_in, chain(*pieces))]
         assert sizes == sorted(sizes, reverse=True)
         assert hidden_size or all(len(sequence) == 1 for sequence in chain(*pieces)), "no row is shared"
@@ -139,16 +139,16 @@ def test_micro_batches(n, world, rows, tokens, hidden_size):
         assert all(len(rows) == len(part) == 1 and not part.mask.any() for rows, part in filled[len(parts) :])
 
 
-@pytest.mark.parametrize("length, per_row", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
-def test_as_many_completions_share_a_row_as_is_cheapest(length: int, per_row: list[int]):
+@pytest.mark.parametrize("length, completions_per_row", [(30, [8]), (300, [2] * 4), (140, [4, 4]), (2000, [1] * 8)])
+def test_as_many_completions_share_a_row_as_is_cheapest(length: int, completions_per_row: list[int]):
     """A layer needs 12 h² L + 2 h L² multiplications for a row of L tokens. Eight completions of one prompt share a row
     if they are short. The longer they are, the fewer share one."""
     ones, prompt_lengths = torch.ones(8, 150 + length), torch.full((8,), 150)
     batch = Batch(ones, ones, ones, ones, torch.zeros(8), prompt_lengths, ones)
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=576))
-    assert part.per_row == per_row
+    assert part.completions_per_row == completions_per_row
     [(_, part)] = micro_batches(batch, Limits(None, None, hidden_size=576, least_prompt=1.0))  # as on a GPU
-    assert part.per_row == (per_row if length <= 150 else [1] * 8)
+    assert part.completions_per_row == (completions_per_row if length <= 150 else [1] * 8)
 
 
 @pytest.mark.parametrize("prompt, without, most", [(10, 0.35, 0.16), (128, 0.20, 0.10)])

@@ -81,16 +81,16 @@ def gradient(model: nn.Module, logp: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def assert_equals_reference(model: nn.Module, dtype: torch.dtype = torch.float32, ways: Sequence = (None,)):
-    """Compare log-probs, entropies and gradients, for every value of `per_row` in ways. With None, the model reads
-    each row separately. With [2, 3], it reads the first two rows as one row, and the other three as another. The
+    """Compare log-probs, entropies and gradients, for every value of `completions_per_row` in ways. With None, the
+    model reads each row separately. With [2, 3], it reads the first two as one row, and the other three as another. The
     results may differ by a hundred roundings in dtype, the coarsest one that the model uses, because the order of
     additions depends on the CPU and on the shape of the batch."""
     expected_logp, expected_entropy, _ = reference(model, temperature=0.7)
     expected_grad = gradient(model, expected_logp, expected_entropy)
     assert expected_logp.min() < -14 and expected_entropy.max() > 0.01, "some tokens are unlikely, some entropies not 0"
     close = partial(torch.testing.assert_close, rtol=rounding(dtype), atol=10 * rounding(dtype))
-    for per_row in ways:
-        logp, entropy = score(model, temperature=0.7, entropy_grad=True, per_row=per_row)
+    for completions_per_row in ways:
+        logp, entropy = score(model, temperature=0.7, entropy_grad=True, completions_per_row=completions_per_row)
         close(logp.double(), expected_logp.detach())
         close(entropy.double(), expected_entropy.detach())
         assert distance(gradient(model, logp, entropy), expected_grad) < rounding(dtype)
@@ -119,8 +119,8 @@ def test_family(name: str, monkeypatch: pytest.MonkeyPatch):
 def test_what_is_read_together_is_read_once():
     model, read = tiny_model("gpt2"), []
     model.transformer.h[0].register_forward_hook(lambda _, args, out: read.append(args[0].shape[:2]))
-    for per_row in (None, [2, 3], [1, 1, 3]):
-        score(model, per_row=per_row)
+    for completions_per_row in (None, [2, 3], [1, 1, 3]):
+        score(model, completions_per_row=completions_per_row)
     separately, two, three = read[-3:]  # the last three, because the first call also reads a trial input
     # The last token of a row predicts nothing, so the model need not read it. Without it, the rows have 8, 1, 6, 4 and
     # 7 tokens. Rows 0 and 1 share 1 token, so together they have 8 + 1 - 1 = 8. Rows 2 to 4 share 4 tokens, which are

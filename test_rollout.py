@@ -18,7 +18,6 @@ from advantage import Group
 from batch import collate
 from config import UserError
 from conftest import VOCAB, Operations, as_lists, rounding, tiny_model
-from fast.growing_cache import GrowingLayer
 from fast.token_search import first_above
 from logprob import token_logprobs
 from rollout import Completion, Sampling, rollout, rollout_and_limit, sample, uniforms
@@ -91,19 +90,6 @@ def test_no_more_rows_at_once_than_the_budget_of_cache_tokens_holds(budget, rows
     # `progress` gets the number of the token, which begins at 1 in each batch, and the number of unfinished rows.
     assert max(live for _, live in seen) <= rows
     assert sum(t == 1 for t, _ in seen) == math.ceil(len(PROMPTS) / rows), "the number of batches"
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # every second layer of gemma2 has a sliding window
-def test_the_cache_is_what_concatenation_gives(kind, monkeypatch, watch):
-    """The growing cache gives the same completions, bit for bit, as the cache of transformers, which concatenates."""
-    model = build(kind, sliding_window=5)
-    sampling = Sampling(100, eos_ids=[11], temperature=0.9)  # the cache grows by room for 64 tokens at a time
-    grown = watch(GrowingLayer, "_move")
-    in_place = rollout(model, PROMPTS, streams(length=100), sampling)
-    assert len(grown) > 3 and max(len(c.ids) for c in in_place) > 75
-    # Without make_room, the cache remains that of transformers.
-    monkeypatch.setattr(rollout_module, "make_room", lambda *args, **settings: None)
-    assert as_lists(in_place) == as_lists(rollout(model, PROMPTS, streams(length=100), sampling))
 
 
 # The kind of model, how many tokens of prompts it may read at once, and how many tokens of each prompt it then reads in

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # for the KL term; with LoRA, the model itself, with the adapters of its start
+    reference: PreTrainedModel | None  # for the KL term; with LoRA `model`, which then uses the adapters of its start
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `retry_smaller` lowers it
@@ -61,7 +62,7 @@ class Run:
     cursor: int = 0  # the number of prompts drawn so far
     queue: list[tuple] = field(default_factory=list)  # what `finish_sampling` returned for this step, for the next, ...
     state: dict[str, Any] = field(default_factory=dict)  # for your own code; keep it the same on all ranks
-    whole: tuple | None = None  # cursor, state and queue after the last step; None during updates
+    after_last_step: tuple | None = None  # cursor, state and queue; kept by checkpoint.saved_if_it_fails
     logged: list[tuple[str, float]] = field(default_factory=list)  # what `log` got on this rank in this step
 
     def log(self, name: str, value: float) -> None:
@@ -74,17 +75,18 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     start = time.perf_counter()
     run.logged = []
 
-    # Prompts -> completions -> rewards. queue[0] is for this step, and with --delay, queue[d] is for step + d.
-    while len(run.queue) < cfg.delay:  # before the first step
-        later = step + len(run.queue)
-        run.queue.append(finish_sampling(run, later, step, start_sampling(run, later)))
-    later = step + cfg.delay
-    wait = start_sampling(run, later)
+    # Prompts -> completions -> rewards. queue[d] is for step + d. Without --delay, a step trains on what it samples.
+    # With it, a step samples what step + delay trains on, before its own updates.
+    while len(run.queue) < cfg.delay:  # in the first step
+        for_step = step + len(run.queue)
+        run.queue.append(finish_sampling(run, for_step, step, start_sampling(run, for_step)))
+    for_step = step + cfg.delay
+    wait = start_sampling(run, for_step)
     during_updates = bool(cfg.server and cfg.delay)  # then a server goes on sampling until the end of the step
     if not during_updates:
-        run.queue.append(finish_sampling(run, later, step, wait))
+        run.queue.append(finish_sampling(run, for_step, step, wait))
     groups, drawn = run.queue.pop(0)  # those to train on, and all that were sampled
-    run.whole = None  # what follows an update cannot be saved before the step is over
+    run.after_last_step = None  # from here on, the run is between two steps, and cannot be saved
 
     # Rewards -> advantages -> tensors. Every rank has those of the whole step.
     set_advantages(groups, run.task.weights, cfg)
@@ -100,23 +102,25 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     seconds_update = time.perf_counter() - updates_start
 
     if during_updates:
-        run.queue.append(finish_sampling(run, later, step, wait))
-    if run.server:
-        run.server.is_current = False  # from here on; the line above may sample extra rounds, with the same weights
+        run.queue.append(finish_sampling(run, for_step, step, wait))
+    if run.server:  # it has the weights from before the updates, with which the line above may sample extra rounds
+        run.server.is_current = False
     seconds_rollout = time.perf_counter() - start - seconds_update
     return report.of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
 
 
-def start_sampling(run: Run, step: int) -> Callable[[], list[Group]]:
-    """Start to sample what `step` will train on. Return a function that waits for it. All random numbers are those of
-    that step, so runs with different delays have the same ones."""
-    ranks.seed_everything(run.config.seed, step, ranks.rank())  # for rewards and other user code
-    rows = pick_rows(run, run.config.prompts_per_step, step)
-    return start_groups(run, rows, run.config.num_generations, step)
+def start_sampling(run: Run, for_step: int) -> Callable[[], list[Group]]:
+    """Start to sample what `for_step` will train on. Return a function that waits for it. All random numbers are those
+    of that step, so runs with different delays have the same ones."""
+    ranks.seed_everything(run.config.seed, for_step, ranks.rank())  # for rewards and other user code
+    rows = pick_rows(run, run.config.prompts_per_step, for_step)
+    return start_groups(run, rows, run.config.num_generations, for_step)
 
 
-def finish_sampling(run: Run, step: int, now: int, wait: Callable[[], list[Group]]) -> tuple[list[Group], list[Group]]:
-    """Wait for what was started in the step `now`, and compute the rewards. Return the groups that `step` will train
+def finish_sampling(
+    run: Run, for_step: int, at_step: int, wait: Callable[[], list[Group]]
+) -> tuple[list[Group], list[Group]]:
+    """Wait for what `start_sampling` has started, and compute the rewards. Return the groups that `for_step` will train
     on, and all that were sampled for it.
 
     With dynamic sampling (DAPO), groups without a signal are replaced, in at most cfg.dynamic_sampling further rounds.
@@ -125,16 +129,16 @@ def finish_sampling(run: Run, step: int, now: int, wait: Callable[[], list[Group
     groups, drawn = [], []
     for extra_rounds in range(1 + cfg.dynamic_sampling):
         if extra_rounds > 0:
-            rows = pick_rows(run, cfg.prompts_per_step - len(groups), step)
-            wait = start_groups(run, rows, cfg.num_generations, step, first=len(drawn))
+            rows = pick_rows(run, cfg.prompts_per_step - len(groups), for_step)
+            wait = start_groups(run, rows, cfg.num_generations, for_step, first=len(drawn))
         sampled = wait()
-        add_rewards(run, sampled, steps_done=step - 1)
+        add_rewards(run, sampled, steps_done=for_step - 1)  # so a schedule in a reward does not depend on --delay
         drawn += sampled
         groups += [group for group in sampled if group.has_signal or not cfg.dynamic_sampling]
         if len(groups) == cfg.prompts_per_step:  # there may be fewer after the last round
             break
     for group in drawn:
-        group.step = now
+        group.step = at_step
     # If no group has a signal, this step has nothing to learn from, but it must have groups.
     return groups or drawn[: cfg.prompts_per_step], drawn
 
@@ -166,8 +170,7 @@ def start_groups(
     if cfg.server:
         wait_for_servers = ask_servers(run, prompts, uniform, sampling, begin)
     else:
-        prepared = decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode)
-        with prepared, ranks.fail_together():
+        with decoding(run.model, getattr(torch, cfg.sampler_dtype), cfg.decode), ranks.fail_together():
             # The limit of tokens at once is lower than before if memory ran out.
             sampled, run.sampling.tokens_at_once = rollout_and_limit(
                 run.model, prompts, uniform, sampling, begin=begin, progress=run.progress
@@ -175,11 +178,10 @@ def start_groups(
 
     def wait_for_groups() -> list[Group]:
         own = wait_for_servers() if cfg.server else sampled
-        for i, conversation in conversations.begun.items():
+        for i, conversation in conversations.begun.items():  # the replies of each completion that has any
             own[i].replies, own[i].state = conversation.replies, conversation.state  # for the rewards
-        completions = ranks.gather(own)  # those of the first prompt, then those of the second, and so on
-        by_prompt = [completions[p * n : (p + 1) * n] for p in range(len(rows))]
-        return [Group(row["prompt_ids"], row, its, index=row.get("_index")) for row, its in zip(rows, by_prompt)]
+        completions = iter(ranks.gather(own))  # those of the first prompt, then those of the second, and so on
+        return [Group(row["prompt_ids"], row, [*islice(completions, n)], index=row.get("_index")) for row in rows]
 
     return wait_for_groups
 
@@ -189,7 +191,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
         results, logged = faults.not_interrupted(call_rewards, run.task, own_groups, run.tokenizer, steps_done)
-    groups[0].logged = ranks.gather(logged)  # those of all these groups
+    groups[0].logged = ranks.gather(logged)  # those of all these groups, which have no place of their own
     for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
@@ -265,10 +267,10 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     # weights, every rank must take part in every backward pass.
     may_skip = needs_advantages(**switches) and not cfg.shard
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
-        has_gradient = not may_skip or bool(part.has_gradient.any())
-        with torch.set_grad_enabled(has_gradient):
+        needs_backward = not may_skip or bool(part.has_gradient.any())
+        with torch.set_grad_enabled(needs_backward):
             how = dict(with_entropy=True, entropy_grad=cfg.entropy_coef != 0.0, head_ids=part.head_ids)
-            logp, entropy, *head = logprobs_of(run, run.model, part, **how)
+            logp, entropy, *of_head_ids = logprobs_of(run, run.model, part, **how)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
         part_loss, part_stats = policy_loss(
             logp,
@@ -279,23 +281,24 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
             sampler_logp=part.sampler_logp,  # for statistics, and for the switches that correct for the sampler
             ref_logp=part.ref_logp,
             entropy=entropy,
-            head_logp=head[0] if head else None,
+            head_logp=of_head_ids[0] if of_head_ids else None,
             sampler_head_logp=part.sampler_head_logp,
             **switches,
         )
-        if has_gradient:
+        if needs_backward:
             part_loss.backward()
 
         loss += part_loss.detach()
         # The log of each completion's importance weight, pi_old / pi_sampler, from which report.of_weights computes the
         # effective sample size. Completions without a token that is trained on have NaN.
-        log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1)
+        log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1)  # both are finite everywhere
         stats.append(part_stats | {"log_w": Each(log_w.masked_fill(~part.mask.any(1), torch.nan))})
     return loss, combine(stats)
 
 
-def logprobs_of(run: Run, model: PreTrainedModel, part: Batch, **more: Any) -> tuple[Tensor, Tensor | None] | tuple:
-    """Return what `token_logprobs` returns, with the settings of the run."""
+def logprobs_of(run: Run, model: PreTrainedModel, part: Batch, **more: Any) -> tuple[Tensor | None, ...]:
+    """Return what `token_logprobs` returns, with the settings of the run: the log-probs, the entropy or None, and with
+    head_ids the log-probs of these and of all others together."""
     cfg = run.config
     with torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         return token_logprobs(
@@ -305,7 +308,7 @@ def logprobs_of(run: Run, model: PreTrainedModel, part: Batch, **more: Any) -> t
             part.mask,
             temperature=cfg.temperature,
             kept=part.kept,
-            per_row=part.per_row,
+            completions_per_row=part.completions_per_row,
             **more,
         )
 
@@ -333,9 +336,12 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     greedy = start_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
     metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
-    for column in (cfg.metrics_by, "eval_data" if len(cfg.eval_data) > 1 else None):
-        metrics |= report.of_evaluation_by(column, greedy, sampled)
-    return metrics | report.of_logged([*sampled, *greedy], [], "eval/logged/"), sampled
+    if cfg.metrics_by:
+        metrics |= report.of_evaluation_by(cfg.metrics_by, greedy, sampled)
+    if len(cfg.eval_data) > 1:
+        metrics |= report.of_evaluation_by("eval_data", greedy, sampled)
+    logged = [pair for group in (*sampled, *greedy) for pair in group.logged]
+    return metrics | report.of_logged(logged, "eval/logged/"), sampled
 
 
 def make_optimizer(model: PreTrainedModel, cfg: Config) -> torch.optim.Optimizer:
@@ -373,39 +379,42 @@ def train(typed: Config) -> int:
     ranks.on_first(log.open, start.after_step)
     evaluated_prompts = len(run.task.rows_of_evaluation(cfg.eval_prompts))
     log.plan(run.model, (len(run.task.train), len(run.task.eval), evaluated_prompts), device, notes, start.after_step)
+    stopped_by = take_steps(run, log, start.after_step)
+    if stopped_by:
+        return 128 + stopped_by  # the exit code of a process that this signal ends
+    if cfg.steps:
+        checkpoint.save_model(out, cfg.steps, run)
+    return report.finished(out)
 
-    def save(step: int, unevaluated: tuple[dict, list[Group]] | None = None) -> None:
-        if unevaluated:  # the evaluation has failed, so the step has no line yet
-            log.write(*unevaluated, [])
-        checkpoint.save(out, step, run, cfg.keep_checkpoints)
 
-    stop_requests = faults.stop_requests()  # a list, to which a signal handler appends the number of its signal
+def take_steps(run: Run, log: report.RunLog, after_step: int) -> int:
+    """Take the steps after this one. Evaluate, log and save. Return the number of the signal that has stopped the run
+    before its last step, or 0."""
+    cfg, stop_requests = run.config, faults.stop_requests()  # a signal handler appends the number of its signal
     has_evaluations = bool(cfg.eval_every and run.task.eval)
-    if has_evaluations and not start.after_step:
+    if has_evaluations and not after_step:
         log.before_evaluation()
         eval_metrics, evaluated = evaluate(run, 0)
         log.write({"step": 0} | eval_metrics, [], evaluated)
-    for step in range(start.after_step + 1, cfg.steps + 1):
-        with checkpoint.saved_if_it_fails(run, step - 1, save):
+    for step in range(after_step + 1, cfg.steps + 1):
+        with checkpoint.saved_if_it_fails(run, step - 1):
             metrics, groups = training_step(run, step)
         if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
             run.reference.load_state_dict(run.model.state_dict())
-        evaluates = has_evaluations and (step % cfg.eval_every == 0 or step == cfg.steps)
         eval_metrics, evaluated = {}, []
-        if evaluates:
+        if has_evaluations and (step % cfg.eval_every == 0 or step == cfg.steps):
             log.before_evaluation()
-            with checkpoint.saved_if_it_fails(run, step, partial(save, unevaluated=(metrics, groups))):
+            # If the evaluation fails, the step is logged without it.
+            with checkpoint.saved_if_it_fails(run, step, first=partial(log.write, metrics, groups, [])):
                 eval_metrics, evaluated = evaluate(run, step)
         log.write(metrics | eval_metrics, groups, evaluated)
         stop = max(ranks.gather(stop_requests), default=0)
         if stop or step == cfg.steps or (cfg.save_every and step % cfg.save_every == 0):
-            save(step)
+            checkpoint.save(Path(cfg.out), step, run, cfg.keep_checkpoints)
         if stop and step < cfg.steps:
             report.say(f"stopped after step {step}; the same command, without --overwrite, resumes the run")
-            return 128 + stop  # the exit code of a process that this signal ends
-    if cfg.steps:
-        checkpoint.save_model(out, cfg.steps, run)
-    return report.finished(out)
+            return stop
+    return 0
 
 
 def main(words: list[str]) -> int:

@@ -72,7 +72,7 @@ def shared_rows() -> None:
         batch, found = made_up_batch(run, prompt, prompts, 8), {}
         for name, size in {"separate": None, "h/5": hidden_size // 5, "h": hidden_size, "all": 10**7}.items():
             run.limits = Limits(None, 16384, size)
-            together = max(max(part.per_row) for _, part in micro_batches(batch, run.limits))
+            together = max(max(part.completions_per_row) for _, part in micro_batches(batch, run.limits))
             train.accumulate(run, batch)
             start = clock()
             train.accumulate(run, batch)

@@ -96,18 +96,21 @@ def save(out: Path, step: int, run: Any, keep: int = 1) -> None:
 
 
 @contextmanager
-def saved_if_it_fails(run: Any, step: int, save: Callable[[int], None]) -> Iterator[None]:
-    """Around what follows a step: if it fails on all ranks, save what the run has now, after this step. An error after
-    `training_step` has set run.whole to None comes too late: the next update may have changed the weights."""
-    run.whole = run.cursor, {**run.state}, [*run.queue]
+def saved_if_it_fails(run: Any, step: int, first: Callable[[], None] | None = None) -> Iterator[None]:
+    """Around what follows a step: if it fails on all ranks, call `first`, then save what the run has now, after this
+    step. An error comes too late once `training_step` has set run.after_last_step to None: the next update may have
+    changed the weights."""
+    run.after_last_step = run.cursor, {**run.state}, [*run.queue]
     try:
         yield
     except BaseException as error:
-        is_new = step not in (0, *saved_steps(Path(run.config.out)))
-        if run.whole and is_new and ranks.all_fail_with(error):
-            run.cursor, run.state, run.queue = run.whole
+        out = Path(run.config.out)
+        if run.after_last_step and step not in (0, *saved_steps(out)) and ranks.all_fail_with(error):
+            run.cursor, run.state, run.queue = run.after_last_step
             with suppress(Exception):  # for instance weights that are not finite; `error` is what the user must see
-                save(step)
+                if first is not None:
+                    first()
+                save(out, step, run, run.config.keep_checkpoints)
                 if ranks.rank() == 0:
                     faults.say(f"saved after step {step}, from which the same command goes on, because of this:")
         raise

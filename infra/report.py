@@ -44,7 +44,8 @@ def of_step(
     metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     metrics |= run.server.take_seconds() if run.server else {}
-    return metrics | of_logged(drawn, ranks.gather(run.logged), "logged/") | of_machine(metrics["tokens"], *seconds)
+    logged = [pair for group in drawn for pair in group.logged] + ranks.gather(run.logged)
+    return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
 
 
 def of_groups(groups: list[Group], names: list[str]) -> dict:
@@ -97,9 +98,8 @@ def of_evaluation_by(column: str | None, greedy: list[Group], sampled: list[Grou
     return metrics | by_column(judged, column, "eval/accuracy", lambda group: group.right)
 
 
-def of_logged(groups: list[Group], by_code: list[tuple[str, float]], prefix: str) -> dict[str, float]:
-    """Average each metric over the values that reward functions and, with `run.log`, other code have logged for it."""
-    logged = [pair for group in groups for pair in group.logged] + by_code
+def of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
+    """Average each metric over the values that user code has logged for it."""
     names = sorted({name for name, _ in logged})
     return {prefix + name: mean(x for other, x in logged if other == name) for name in names}
 
