@@ -244,8 +244,7 @@ def policy_loss(
         epsilon_low, epsilon_high, delta, sapo_tau_pos, sapo_tau_neg,
     )  # fmt: skip
     if OBJECTIVES[objective].clips:
-        stats["clip_low"] = Mean(((too_low | is_low) & mask).sum(), tokens)
-        stats["clip_high"] = Mean(((too_high | is_high) & mask).sum(), tokens)
+        stats |= _statistics_of_clipping(too_low | is_low, too_high | is_high, mask)
 
     # What is added?
     if head_logp is not None:  # score centering, with the bounds that the policy term has for the same ratio
@@ -256,8 +255,8 @@ def policy_loss(
     if ref_logp is not None:
         kl = kl_divergence(logp, ref_logp, kl_estimator)
         stats["kl"] = Mean(kl.detach().sum(), tokens)
-        if kl_importance:  # DeepSeek-V3.2 2512.02556, eq. 7: times the ratio of the token, whatever `ratio` is
-            kl = (logp - denominator).exp() * kl
+        # DeepSeek-V3.2 2512.02556, eq. 7: times the ratio of the token, whatever `ratio` is
+        kl = (logp - denominator).exp() * kl if kl_importance else kl
         loss = loss + beta * kl if beta != 0.0 else loss
     if sampler_coef != 0.0:  # Kimi-K2.5 2602.02276, by token; Kimi-k1.5 and DRO square the sum over the completion
         loss = loss + sampler_coef * (logp - sampler_logp.detach()).square()
@@ -456,6 +455,11 @@ def expected_score(
 
 
 # ---- Helpers ----
+
+
+def _statistics_of_clipping(too_low: Tensor, too_high: Tensor, mask: Tensor) -> dict[str, Mean]:
+    clipped = {"clip_low": too_low, "clip_high": too_high}
+    return {name: Mean((where & mask).sum(), mask.sum()) for name, where in clipped.items()}
 
 
 def _statistics_of_correction(
