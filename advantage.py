@@ -165,7 +165,7 @@ def compares_in_group(scale: str, baseline: str, combination: str = "sum") -> bo
     return scale in ("group", "mean") or baseline in GROUP_BASELINES or combination == "gdpo"
 
 
-def on_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+def keep_high_entropy(advantages: Tensor, entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """Keep the advantages (N,) or (N, T) of the tokens with the highest entropy, and set all others to 0 (2506.01939).
     `share` is the share of the update's tokens that keep their advantage. entropy and mask (N, T) must be those of the
     whole update. If several tokens have the same entropy, the first ones are kept, so that the share is exact."""

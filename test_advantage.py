@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import advantage
-from advantage import Group, all_equal, combine_rewards, group_advantages, on_high_entropy, set_advantages
+from advantage import Group, all_equal, combine_rewards, group_advantages, keep_high_entropy, set_advantages
 from conftest import rounding
 
 NAN = math.nan
@@ -154,9 +154,9 @@ def test_only_the_tokens_of_the_highest_entropy_are_trained_on():
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     # The same advantages twice: one for each completion, and one for each token.
     for A in (torch.tensor([2.0, -1.0]), torch.tensor([[2.0] * 5, [-1.0] * 5])):
-        assert (on_high_entropy(A, entropy, mask, 0.25) * mask).tolist() == [[0] * 5, [0, -1, 0, -1, 0]]
+        assert (keep_high_entropy(A, entropy, mask, 0.25) * mask).tolist() == [[0] * 5, [0, -1, 0, -1, 0]]
     # The number of tokens is rounded up, as in the authors' code. But 0.07 * 100, which is 7.000000000000001 in
     # float64, counts as 7. All entropies are equal here, so the first tokens are kept.
     for share, tokens in ((0.07, 7), (0.2, 20), (0.205, 21)):
-        kept = on_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
+        kept = keep_high_entropy(torch.ones(10), torch.full((10, 10), 0.5), torch.ones(10, 10), share)
         assert kept.flatten().tolist() == [1.0] * tokens + [0.0] * (100 - tokens), "the first tokens are kept"

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import advantage
 import conftest
 import train
-from advantage import on_high_entropy
+from advantage import keep_high_entropy
 from batch import minibatches
 from config import Config
 from conftest import ROOT, assert_same_run, distance, flags, flat_gradient, metrics, run, samples
@@ -318,7 +318,7 @@ def test_every_figure_of_a_step_is_worked_out_again(go, watch, updates, monkeypa
         assert batch.mask.sum(1).tolist() == [trained_lengths[i] for i in rows_of_update]
         assert (batch.entropy[batch.mask.bool()] > 0).all(), "the policy before the step was scored"
         A = torch.tensor([advantages[i] for i in rows_of_update])
-        expected = on_high_entropy(A, batch.entropy, batch.mask, 0.5)
+        expected = keep_high_entropy(A, batch.entropy, batch.mask, 0.5)
         assert torch.equal(batch.advantages * batch.mask, expected)
         # The KL and the entropy bonus have all tokens, also those that top_entropy leaves out.
         assert torch.equal(batch.weights, train.token_weights(batch.mask, "sequence"))
@@ -412,7 +412,9 @@ def test_with_a_delay_a_step_trains_on_what_an_earlier_policy_sampled(go, watch)
     # On-policy, the two differ by rounding only, also in the updates after the first one.
     (line,) = metrics(go("on-policy", steps=1, old_policy="sampler", num_iterations=2, learning_rate=0.02))
     assert line["ess"] == pytest.approx(1.0, abs=1e-6)
-    assert report.of_weights(torch.full((3,), 800.0).double())["ess"] == 1.0, "long completions have large ratios"
+    assert report.metrics_of_weights(torch.full((3,), 800.0).double())["ess"] == 1.0, (
+        "long completions have large ratios"
+    )
     # What rewards draw depends on the step that trains.
     now, before = (samples(go(f"drawn {k}", delay=k, reward=paths("drawn"))) for k in (0, 2))
     assert [line["reward"] for line in before] == [line["reward"] for line in now]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from advantage import Group, combine_rewards, has_signal, on_high_entropy, set_advantages
+from advantage import Group, combine_rewards, has_signal, keep_high_entropy, set_advantages
 from batch import Batch, Limits, collate, micro_batches, minibatches, retry_smaller
 from config import SETTINGS, Config
 from infra import checkpoint, command_line, faults, lora, ranks, report, run_folder
@@ -106,7 +106,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     if run.server:  # it has the weights from before the updates, with which the line above may sample extra rounds
         run.server.is_current = False
     seconds_rollout = time.perf_counter() - start - seconds_update
-    return report.of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
+    return report.metrics_of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
 
 
 def start_sampling(run: Run, for_step: int) -> Callable[[], list[Group]]:
@@ -240,7 +240,7 @@ def update(run: Run, batch: Batch, step: int) -> tuple[Tensor, Tensor, dict[str,
     # update. Their gradients, which are summed over all ranks and not averaged, add up to the gradient of the update.
     batch.weights = token_weights(batch.mask, cfg.normalization, cfg.max_completion_length, batch.prompt_numbers)
     if cfg.top_entropy < 1.0:
-        batch.advantages = on_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
+        batch.advantages = keep_high_entropy(batch.advantages, batch.entropy, batch.mask, cfg.top_entropy)
     loss, totals = retry_smaller(accumulate, run, batch)
     ranks.sum_gradients(run.model)
     ranks.sum_(loss)
@@ -289,8 +289,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
             part_loss.backward()
 
         loss += part_loss.detach()
-        # The log of each completion's importance weight, pi_old / pi_sampler, from which report.of_weights computes the
-        # effective sample size. Completions without a token that is trained on have NaN.
+        # The log of each completion's importance weight, pi_old / pi_sampler, for the effective sample size, `ess`.
+        # Completions without a token that is trained on have NaN.
         log_w = ((old_logp - part.sampler_logp).double() * part.mask).sum(1)  # both are finite everywhere
         stats.append(part_stats | {"log_w": Each(log_w.masked_fill(~part.mask.any(1), torch.nan))})
     return loss, combine(stats)
@@ -335,13 +335,13 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
     add_rewards(run, sampled, steps_done=step)
     greedy = start_groups(run, rows, 1, step=0, **unrecorded, temperature=0.0)()
     add_rewards(run, greedy, steps_done=step)
-    metrics = report.of_evaluation(greedy, sampled, run.task.reward_names)
+    metrics = report.metrics_of_evaluation(greedy, sampled, run.task.reward_names)
     if cfg.metrics_by:
-        metrics |= report.of_evaluation_by(cfg.metrics_by, greedy, sampled)
+        metrics |= report.metrics_of_evaluation_by(cfg.metrics_by, greedy, sampled)
     if len(cfg.eval_data) > 1:
-        metrics |= report.of_evaluation_by("eval_data", greedy, sampled)
+        metrics |= report.metrics_of_evaluation_by("eval_data", greedy, sampled)
     logged = [pair for group in (*sampled, *greedy) for pair in group.logged]
-    return metrics | report.of_logged(logged, "eval/logged/"), sampled
+    return metrics | report.metrics_of_logged(logged, "eval/logged/"), sampled
 
 
 def make_optimizer(model: PreTrainedModel, cfg: Config) -> torch.optim.Optimizer:

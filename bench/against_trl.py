@@ -72,7 +72,9 @@ def measure(args: argparse.Namespace, way: str, folder: Path, words: list[str]) 
     def end_step(metrics: dict) -> None:
         start, sampled, end = clock[0], clock[-1], read_clock()
         line = {"step": len(lines) + 1} | {name: metrics[name] for name in ("reward", "grad_norm", "tokens")}
-        line |= report.of_machine(line["tokens"], sampled - start, end - sampled) | {"seconds_step": end - start}
+        line |= report.metrics_of_machine(line["tokens"], sampled - start, end - sampled) | {
+            "seconds_step": end - start
+        }
         line["seconds"] = sum(each["seconds_step"] for each in [*lines, line])  # so far
         if config.eval_every and line["step"] % config.eval_every == 0:
             line |= train.evaluate(run, line["step"])[0]

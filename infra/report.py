@@ -34,21 +34,21 @@ from tasks import columns_of
 # ---- Metrics ----
 
 
-def of_step(
+def metrics_of_step(
     run: Any, step: int, groups: list[Group], drawn: list[Group], updates: list, seconds: tuple[float, float]
 ) -> dict:
     """Compute all metrics of a step. `groups` were trained on, `drawn` are all that were sampled, `updates` is what
     each call of `update` returned, and `seconds` are those of the rollout and of the updates. All ranks must call
     this."""
     metrics = {"step": step, "groups": len(groups), "delay": mean(step - group.step for group in groups)}
-    metrics |= of_groups(drawn, run.task.reward_names) | of_updates(updates, run.optimizer)
+    metrics |= metrics_of_groups(drawn, run.task.reward_names) | metrics_of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     metrics |= run.server.take_seconds() if run.server else {}
     logged = [pair for group in drawn for pair in group.logged] + ranks.gather(run.logged)
-    return metrics | of_logged(logged, "logged/") | of_machine(metrics["tokens"], *seconds)
+    return metrics | metrics_of_logged(logged, "logged/") | metrics_of_machine(metrics["tokens"], *seconds)
 
 
-def of_groups(groups: list[Group], names: list[str]) -> dict:
+def metrics_of_groups(groups: list[Group], names: list[str]) -> dict:
     """Compute the metrics of all completions of a step, including those of groups that dynamic sampling has replaced.
     `names` are the names of the reward functions."""
     rewards = torch.cat([group.rewards for group in groups])
@@ -89,7 +89,7 @@ def by_column(groups: list[Group], column: str | None, name: str, values_of: Cal
     return metrics
 
 
-def of_evaluation_by(column: str | None, greedy: list[Group], sampled: list[Group]) -> dict[str, float | None]:
+def metrics_of_evaluation_by(column: str, greedy: list[Group], sampled: list[Group]) -> dict[str, float | None]:
     """Compute the reward, avg@n and the accuracy for each value of a column. Only judged groups are counted."""
     n = len(sampled[0].rewards)
     judged, judged_samples = ([group for group in groups if group.right is not None] for groups in (greedy, sampled))
@@ -98,13 +98,15 @@ def of_evaluation_by(column: str | None, greedy: list[Group], sampled: list[Grou
     return metrics | by_column(judged, column, "eval/accuracy", lambda group: group.right)
 
 
-def of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
+def metrics_of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
     """Average each metric over the values that user code has logged for it."""
     names = sorted({name for name, _ in logged})
     return {prefix + name: mean(x for other, x in logged if other == name) for name in names}
 
 
-def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Statistic]]], optimizer: torch.optim.Optimizer) -> dict:
+def metrics_of_updates(
+    updates: list[tuple[Tensor, Tensor, dict[str, Statistic]]], optimizer: torch.optim.Optimizer
+) -> dict:
     """Compute the metrics of the updates of a step. Each update is (loss, gradient norm, statistics). The first two are
     the same on all ranks, and are averaged over the updates. The statistics are those of this rank only, and of the
     tokens and completions that it trained on. If the optimizer has several groups of parameters, each has its own
@@ -114,13 +116,13 @@ def of_updates(updates: list[tuple[Tensor, Tensor, dict[str, Statistic]]], optim
     stats = combine(ranks.gather(on_cpu))
     log_w = stats.pop("log_w").values
     means = {name: float(total / count) if count else None for name, (total, count) in stats.items()}
-    means |= of_weights(log_w)
+    means |= metrics_of_weights(log_w)
     rates = [group["lr"] for group in optimizer.param_groups]
     means |= {f"learning_rate/{i}" if i else "learning_rate": rate for i, rate in enumerate(rates)}
     return {"loss": mean(map(float, losses)), "grad_norm": mean(map(float, grad_norms))} | means
 
 
-def of_weights(log_w: Tensor) -> dict[str, float | None]:
+def metrics_of_weights(log_w: Tensor) -> dict[str, float | None]:
     """Compute how far the completions are from those of the policy before the step. log_w has log W for each
     completion that is trained on, and NaN for the others, where W is its probability under that policy divided by its
     probability under the sampler. `ess` is the effective sample size, as a share of the completions. 2602.17616"""
@@ -131,7 +133,7 @@ def of_weights(log_w: Tensor) -> dict[str, float | None]:
     return {"ess": float(w.mean() ** 2 / (w**2).mean())}
 
 
-def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
+def metrics_of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> dict:
     """Compute the metrics of time and memory. All ranks must call this."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated() or resident  # without a GPU, functions of torch.cuda return 0
@@ -144,7 +146,7 @@ def of_machine(tokens: int, seconds_rollout: float, seconds_update: float) -> di
     }
 
 
-def of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
+def metrics_of_evaluation(greedy: list[Group], sampled: list[Group], names: list[str]) -> dict:
     """Compute the metrics of an evaluation, as means over prompts. A metric that ends in _ci is half the width of a
     95 % confidence interval, by the normal approximation. Accuracy, rewards and lengths come from the greedy
     completions, pass@k and avg@n, the share of right ones, from the n sampled ones."""

@@ -480,18 +480,21 @@ def test_the_old_folder_is_renamed_at_once_and_never_when_torchrun_restarts_the_
 
 def test_other_rows_and_other_weights_than_those_of_the_run_are_refused(out, tmp_path):
     """Weights that the checkpoint has may differ: those that are trained, and a reference that follows them."""
-    of_adapters, of_weights, fresh = (out.with_name(name) for name in ("adapters", "weights", "fresh"))
+    of_adapters, metrics_of_weights, fresh = (out.with_name(name) for name in ("adapters", "weights", "fresh"))
     lora, synced = dict(lora_rank=2, model="m", task="addition"), dict(beta=0.1, ref_sync_every=2)
     made(of_adapters, left=("checkpoint/000004",), **lora)
-    made(of_weights, left=("checkpoint/000004",), **synced)
+    made(metrics_of_weights, left=("checkpoint/000004",), **synced)
     made(fresh, left=())  # has no checkpoint, so it starts again
     other = dict(rows=7, weights=8, reference=9)
-    for folder, settings, named in (of_adapters, lora, "rows and weights and reference"), (of_weights, synced, "rows"):
+    for folder, settings, named in (
+        (of_adapters, lora, "rows and weights and reference"),
+        (metrics_of_weights, synced, "rows"),
+    ):
         before = contents(folder)
         with pytest.raises(UserError, match=f"other {named} than when the run in {folder} was saved"):
             begun(folder, other, **settings)
         assert contents(folder) == before
-    assert begun(of_weights, LOADED | dict(weights=8), **synced) == ["weights was 2, now 8"]
+    assert begun(metrics_of_weights, LOADED | dict(weights=8), **synced) == ["weights was 2, now 8"]
     assert begun(fresh, other)
 
 

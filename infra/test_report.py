@@ -47,11 +47,11 @@ def test_the_metrics_of_an_evaluation_are_means_over_prompts_with_their_interval
     of_prompts |= {"reward/right": [1, 0, 1], "reward/penalty": [-1, -1, -1, -1]}
     expected = {f"eval/{name}": np.mean(x) for name, x in of_prompts.items()}
     expected |= {f"eval/{name}_ci": 1.96 * np.std(x, ddof=1) / len(x) ** 0.5 for name, x in of_prompts.items()}
-    metrics = report.of_evaluation(greedy, sampled, NAMES)
+    metrics = report.metrics_of_evaluation(greedy, sampled, NAMES)
     assert metrics.pop("eval/turns") is metrics.pop("eval/turns_ci") is None
     assert metrics == pytest.approx(expected)
     one, missing = group([1.0], 1, judged=False), group([math.nan], 1, judged=False)
-    metrics = report.of_evaluation([missing, one], [one, one], NAMES)
+    metrics = report.metrics_of_evaluation([missing, one], [one, one], NAMES)
     # The reward of the first prompt is missing. The mean is that of the second one, 1 + (-1), and has no interval.
     assert (metrics["eval/reward"], metrics["eval/reward_ci"]) == (0.0, None)
     assert metrics["eval/accuracy"] is metrics["eval/pass@1"] is metrics["eval/accuracy_ci"] is None
@@ -115,23 +115,25 @@ def test_replies_have_no_log_probs_and_do_not_count_in_lengths():
     line = log.sample_line(3, "train", made, 0)
     assert line["tokens"] == [["1", -0.13], ["2", -0.13], ["3", None], ["4", None], ["5", -0.13]]
     assert (line["length"], line["completion"], line["advantage"]) == (3, "12345", [0.5, 0.5, 0.0, 0.0, -1.0])
-    step = report.of_groups([made], NAMES)
+    step = report.metrics_of_groups([made], NAMES)
     assert (step["turns"], step["reply_length"], step["length_correct"], step["tokens"]) == (1.5, 1.0, 3.0, 4)
     # An evaluation counts only the turns and tokens of the first completion of each group, which is the greedy one.
     nan = group([math.nan], 9)
-    assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.of_evaluation([made], [nan], NAMES).items()
+    assert {"eval/turns": 2, "eval/completion_length": 3}.items() <= report.metrics_of_evaluation(
+        [made], [nan], NAMES
+    ).items()
     (without_replies := group([1.0, 0.0], 3)).reward_parts[0, 1] = math.nan  # the other function gives it a reward
-    plain = report.of_groups([without_replies, nan], NAMES)
+    plain = report.metrics_of_groups([without_replies, nan], NAMES)
     assert plain["turns"] is plain["reply_length"] is None and plain["without_reward"] == 1
     assert (plain["length_incorrect"], plain["equal_rewards"]) == (3.0, 0.5), "what is not judged is not wrong"
 
 
 def test_peaks_of_memory_are_those_of_the_rank_with_the_highest(monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda made: [*made, 2 * made[0]])  # a second rank has peaks twice as high
-    assert 0.1 < report.of_machine(30, 1.0, 2.0)["peak_memory_gb"] < 100, "without a GPU, that of the process"
+    assert 0.1 < report.metrics_of_machine(30, 1.0, 2.0)["peak_memory_gb"] < 100, "without a GPU, that of the process"
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3e9)
-    metrics = report.of_machine(30, 1.0, 2.0)
+    metrics = report.metrics_of_machine(30, 1.0, 2.0)
     names = "peak_memory_gb", "peak_memory_reserved_gb", "tokens_per_second"
     assert [metrics[name] for name in names] == [4.0, 6.0, 30 / (1.0 + 2.0)]
 
@@ -195,8 +197,8 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_tracker(tmp_path, sorting, tr
     table = again[0].pop("samples")
     assert table["columns"][:4] == ["kind", "prompt", "completion", "reward"] and len(lines) == 3
     assert table["data"] == [[line[name] for name in table["columns"]] for line in lines]
-    of_step = run_folder.read_lines(tmp_path / "out/metrics.jsonl")[0]
-    assert again[0] == {name: x for name, x in of_step.items() if x is not None and name != "step"}
+    metrics_of_step = run_folder.read_lines(tmp_path / "out/metrics.jsonl")[0]
+    assert again[0] == {name: x for name, x in metrics_of_step.items() if x is not None and name != "step"}
 
 
 def test_each_step_is_a_line_and_a_terminal_also_shows_the_progress_of_a_rollout(tmp_path, monkeypatch):

@@ -257,7 +257,7 @@ def test_weights_are_served_in_the_dtype_of_the_rollout(go, stand_in):
 
 
 def test_greedy_completions_and_their_replies_are_those_of_generate(go, stand_in, sorting, tmp_path, watch):
-    evaluations = watch(report, "of_evaluation")
+    evaluations = watch(report, "metrics_of_evaluation")
     cut = dict(top_k=5, top_p=0.9, min_p=0.1, stop=["~"])
     settings = cut | dict(keep_set=False, temperature=0.25, steps=0, eval_every=1, eval_k=1, reply=AGAIN)
     assert train.main(flags(sorting | settings | dict(max_completion_length=12), tmp_path / "own")) == 0
