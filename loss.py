@@ -225,7 +225,7 @@ def policy_loss(
     # Which correction for the sampler?
     correction, dropped = torch.ones_like(logp), torch.zeros_like(mask)
     if sampler_logp is not None:
-        stats["sampler_gap"] = Mean((old_logp - sampler_logp).detach().abs().sum(), tokens)
+        stats |= _statistics_of_gap((old_logp - sampler_logp).detach().abs(), mask)
     if any(bound is not None for bound in (tis_floor, tis_cap, gate_low, gate_high, gate_kl)):
         log_u = (denominator - sampler_logp).detach()  # (B, T), of old policy / sampler
         u = sampler_ratio(log_u, tis_mode)
@@ -460,6 +460,14 @@ def expected_score(
 def _statistics_of_clipping(too_low: Tensor, too_high: Tensor, mask: Tensor) -> dict[str, Mean]:
     clipped = {"clip_low": too_low, "clip_high": too_high}
     return {name: Mean((where & mask).sum(), mask.sum()) for name, where in clipped.items()}
+
+
+def _statistics_of_gap(gap: Tensor, mask: Tensor) -> dict[str, Mean]:
+    """Return the mean gap (B, T), and those of the first and the last quarter of each completion, since a gap may grow
+    with the length."""
+    number, length = mask.cumsum(1), mask.sum(1, keepdim=True)  # (B, T), 1 at the first token; (B, 1)
+    parts = {"": mask, "/first": mask & (4 * (number - 1) < length), "/last": mask & (4 * number > 3 * length)}
+    return {f"sampler_gap{name}": Mean(gap.masked_fill(~part, 0.0).sum(), part.sum()) for name, part in parts.items()}
 
 
 def _statistics_of_correction(

@@ -500,7 +500,9 @@ def completion_by_hand(c, s):
         loss += c.weight[t] * (-J + s.beta * importance * kls[t] + pull - s.entropy_coef * c.entropy[t])
 
     gaps = [abs(x - y) for x, y in zip(c.old, c.sampler)]
+    quarter = math.ceil(T / 4)
     stats = {"kl": sg(sum(kls)), "sampler_gap": sum(gaps), "entropy": sg(sum(c.entropy))}
+    stats |= {"sampler_gap/first": sum(gaps[:quarter]), "sampler_gap/last": sum(gaps[-quarter:])}
     if s.objective in ("clip", "cispo", "dppo"):
         stats |= {"clip_low": sum(lows), "clip_high": sum(highs)}
     if has_tis or has_gate:
@@ -562,7 +564,10 @@ def step_by_hand(settings):
             grad[i, t, k] = value.imag / 1e-30
         loss += value.real
         found.append(stats)
-    counts = {"gate_dropped": len(found), "tis_ratio_max": 1}  # for the others, the number of tokens
+    quarters = sum(math.ceil(n / 4) for n in b.mask.sum(1).tolist())
+    # For all other statistics, the count is the number of tokens.
+    counts = {"gate_dropped": len(found), "tis_ratio_max": 1}
+    counts |= {"sampler_gap/first": quarters, "sampler_gap/last": quarters}
     sums = {name: (max if name == "tis_ratio_max" else sum)(stats[name] for stats in found) for name in found[0]}
     return loss, grad, {name: [x, counts.get(name, int(b.mask.sum()))] for name, x in sums.items()}
 

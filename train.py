@@ -38,7 +38,8 @@ from tasks._turns import Conversations
 
 # Every setting that has the name of a keyword argument of policy_loss is passed to it. A new one needs no code here.
 LOSS_SWITCHES = [name for name in policy_loss.__kwdefaults__ if name in SETTINGS]
-STATS = ("entropy", "kl", "clip_low", "clip_high", "sampler_gap", "off_policy")  # every run has these
+# Every run has these statistics.
+STATS = "entropy kl clip_low clip_high sampler_gap sampler_gap/first sampler_gap/last off_policy".split()
 
 
 @dataclass
