@@ -55,13 +55,13 @@ def token_logprobs(
     ids, real = input_ids[:, :T], attention_mask[:, :T].bool()
     scored = completion_mask[:, :T].bool() & real
     after_padding = real[:, 1:] & ~real[:, :-1]  # (B, T - 1)
-    if (after_padding | scored[:, :1]).any():  # one question, because the host waits for each answer
+    if torch.cat([after_padding, scored[:, :1]], 1).any():  # one `any`, because the host waits for each
         raise ValueError("each row must be a prompt of at least one token, then the completion, then padding")
 
     device = ids.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(model.parameters()).dtype
     # The model's output for token t predicts token t + 1. So the model need not read the last token of a row.
-    # `dtype` is that of a mask, if rows are shared. places (B, T - 1) says where each token is among the inputs.
+    # If rows are shared, the inputs have a mask of numbers, in this dtype. places (B, T - 1) are those of the tokens.
     inputs, places = model_inputs(ids[:, :-1], lengths - 1, completions_per_row, dtype)
     b, t = scored.nonzero().unbind(1)  # (n,), row and position of each token that is scored
     token = ids[b, t, None].int()  # (n, 1)
@@ -152,7 +152,7 @@ class TokenScores:
             sum of onehot(id) g_id - q (sum of g_id + g_rest) + q(. | rest) g_rest - p (log p + entropy) g_entropy
 
         divided by the temperature. A tensor (n, V) is a large part of the memory of an update, so most lines overwrite
-        one. Without kept sets, log_p and log_q are the same tensor."""
+        one: `logits` becomes p, log_p becomes d_logits, and log_q becomes q. Without kept sets, q is p."""
         ids = self.ids[part].long()
         K = ids.shape[1] - 1
         log_p, log_q = self._distributions(logits, part, self.entropy_grad)

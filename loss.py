@@ -32,9 +32,9 @@ NORMALIZATIONS = ("sequence", "global", "prompt", "constant", "sum")
 TIS_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-# `reads` lists the arguments of policy_loss that are read with this choice. If an argument is listed, but not for what
-# was chosen, it has no effect, and the command line refuses it: --objective cispo --delta 3, for example. An argument
-# that is listed nowhere, such as beta, is always read.
+class Ratio(NamedTuple):
+    mixes_tokens: bool = True  # the ratio at a token has a gradient at other tokens of its completion
+    reads: tuple[str, ...] = ()  # see SWITCHES_READ
 
 
 class Objective(NamedTuple):
@@ -43,14 +43,9 @@ class Objective(NamedTuple):
 
     clips: bool = False  # it has bounds, and counts the tokens beyond them: clip_low, clip_high
     needs_A: bool = False  # where the advantage is 0, it has no gradient
-    by_ratio: bool = True  # its gradient goes through the ratio; --top_entropy then needs one that mixes no tokens
+    by_ratio: bool = True  # its gradient goes through the ratio; --top_entropy then needs one with mixes_tokens=False
     reads: tuple[str, ...] = ()
     centered_with: tuple[str, ...] = ()  # the values of old_policy with which --score_centering is right
-
-
-class Ratio(NamedTuple):
-    mixes_tokens: bool = True  # the ratio at a token has a gradient at other tokens of its completion
-    reads: tuple[str, ...] = ()
 
 
 OBJECTIVES = {
@@ -70,6 +65,9 @@ RATIOS = {
 }
 OLD_POLICIES = {"policy": ("tis_mode", "tis_cap", "tis_floor", "gate_low", "gate_high"), "sampler": ()}
 KL_ESTIMATORS = {"k1": ("kl_importance",), "k2": (), "k3": ("kl_importance",), "abs": (), "k1+": (), "k3+": ()}
+# The arguments of policy_loss that each choice reads. If one choice of a switch reads an argument, and the chosen one
+# does not, the argument has no effect, and the command line refuses it: --objective cispo --delta 3, for example. An
+# argument that is listed nowhere, such as beta, is always read.
 SWITCHES_READ = {
     "objective": {name: objective.reads for name, objective in OBJECTIVES.items()},
     "ratio": {name: ratio.reads for name, ratio in RATIOS.items()},
@@ -201,9 +199,8 @@ def policy_loss(
 
     The tis_* arguments (truncated importance sampling) correct the policy term for the difference between the old
     policy and the sampler. The gate_* arguments drop the policy term of completions in which this difference is too
-    large. head_logp and
-    sampler_head_logp (B, T, K) center the scores, see `expected_score`. infra/command_line.py checks which arguments
-    make sense together.
+    large. head_logp and sampler_head_logp (B, T, K) center the scores, see `expected_score`. infra/command_line.py
+    checks which arguments make sense together.
     """
     _check(
         objective, ratio, old_policy, tis_mode, kl_estimator, kl_importance,
@@ -247,7 +244,7 @@ def policy_loss(
         stats |= _statistics_of_clipping(too_low | is_low, too_high | is_high, mask)
 
     # What is added?
-    if head_logp is not None:  # score centering, with the bounds that the policy term has for the same ratio
+    if head_logp is not None:  # score centering: its f is what the policy term above multiplies grad log pi by
         is_capped = objective == "cispo" and old_policy == "sampler"
         bounds = ("token_truncate", None, epsilon_high) if is_capped else (tis_mode, tis_floor, tis_cap)
         policy = policy + A * expected_score(head_logp, sampler_head_logp, mask, *bounds)
@@ -377,7 +374,7 @@ def policy_term(
     elif objective == "cispo":  # MiniMax-M1 2506.13585: the capped ratio is a constant, so every token has a gradient
         policy = -rho.clamp(max=epsilon_high).detach() * A * logp  # here epsilon_high is the cap itself
         too_low, too_high = _beyond_bounds(rho, -math.inf, epsilon_high, A)
-    elif objective == "sapo":  # SAPO 2511.20347: a sigmoid in place of clipping, steeper where A is negative
+    elif objective == "sapo":  # SAPO 2511.20347: a sigmoid in place of clipping, flat sooner if A is negative
         tau = torch.full_like(A, sapo_tau_neg).masked_fill(A > 0, sapo_tau_pos)
         policy = -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A  # its slope at rho = 1 is -A for every tau
     elif objective == "dppo":  # DPPO-TV 2602.04879: epsilon bounds the change of the probability, not the ratio
@@ -433,14 +430,15 @@ def expected_score(
     """Return sum_v mu_v f_v log pi_v for each token, (B, T), over all ids v, with a gradient through log pi_v alone.
 
     The score of a token a is grad log pi(a). The policy term gives it the weight f_a = bounded_ratio(pi_a / mu_a, ...),
-    where mu is the sampler. The token was drawn from mu, so its weighted score is expected to be
+    where mu is the sampler. (The command line refuses the settings with which the weight is another function.) The
+    token was drawn from mu, so its weighted score is expected to be
 
         sum_v  mu_v f_v grad log pi_v
 
     which is the gradient of the result. Score centering (2609.20807) subtracts it from the score. head_logp and
-    sampler_head_logp (B, T, K) are log pi and log mu of K ids. All other ids together are one more v, for which the
-    paper takes mu to be proportional to pi. It may be given as the last of the K, and in fp32 it should be, because 1
-    minus the probabilities of the likeliest ids is rounded.
+    sampler_head_logp (B, T, K) are log pi and log mu of K ids. All other ids together are one more v: the paper takes
+    their mu to be proportional to their pi, so their scores add up to mu_v grad log pi_v of this v. The last of the K
+    may stand for all others, too. In fp32 it should, because 1 minus the probabilities of the likeliest is rounded.
     """
     head_logp, sampler_head_logp = (_clean(x, mask[..., None]) for x in (head_logp, sampler_head_logp))
     mu, pi_others = sampler_head_logp.exp(), 1 - head_logp.exp().sum(-1, keepdim=True)

@@ -59,7 +59,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0  # the lowest probability that is kept, relative to the highest one
     keep_set: bool = True  # record the ids that remain after top_k, top_p and min_p, and normalize log-probs over them
-    head: int = 0  # record the log-probs of this many ids at each token, the likeliest ones; if p is cut, with keep_set
+    head: int = 0  # record the log-probs of this many ids at each token, the likeliest; if sets are cut, use keep_set
     tokens_at_once: int = 1 << 19  # limit of tokens in the cache, counting every row at its maximum length
     drop_share: float = 0.25  # finished rows leave the batch once they make up this share of it
     stop: list[str] = field(default_factory=list)  # a turn ends with the token that completes one of these strings
@@ -228,8 +228,8 @@ class Drafts:
     splits: list[list[int]]  # where turns start right after another one
     lengths: Tensor  # (N,), how many tokens each completion has so far, with its replies
     truncated: Tensor  # (N,) bool
-    tokens: Tensor  # (N, L), like the next three
-    logps: Tensor
+    tokens: Tensor  # (N, L)
+    logps: Tensor  # (N, L)
     head_ids: Tensor  # (N, L, K)
     head_logps: Tensor  # (N, L, K + 1)
     kept: list[list[np.ndarray]]  # for each completion, the kept set of each token; one without ids stands for no set
@@ -491,7 +491,7 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
     # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
     # not pick a first token that has probability 0.
     target = torch.minimum(u.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)  # if p is NaN, it would be behind p
+    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)  # if p is NaN, it finds no id
 
 
 def _cut(p: Tensor, sampling: Sampling) -> Tensor:

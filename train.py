@@ -53,7 +53,7 @@ class Run:
     task: Task
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # for the KL term; with LoRA `model`, which then uses the adapters of its start
+    reference: PreTrainedModel | None  # for the KL term; with LoRA, `model` with the adapters of its start
     optimizer: torch.optim.Optimizer
     sampling: Sampling
     limits: Limits  # the size of a micro-batch; `retry_smaller` lowers it
@@ -87,7 +87,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     if not during_updates:
         run.queue.append(finish_sampling(run, for_step, step, wait))
     groups, drawn = run.queue.pop(0)  # those to train on, and all that were sampled
-    run.after_last_step = None  # from here on, the run is between two steps, and cannot be saved
+    run.after_last_step = None  # from here on, the run is in the middle of a step, and cannot be saved
 
     # Rewards -> advantages -> tensors. Every rank has those of the whole step.
     set_advantages(groups, run.task.weights, cfg)
@@ -104,7 +104,7 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 
     if during_updates:
         run.queue.append(finish_sampling(run, for_step, step, wait))
-    if run.server:  # it has the weights from before the updates, with which the line above may sample extra rounds
+    if run.server:  # it still has the old weights, which the extra rounds of the line above needed
         run.server.is_current = False
     seconds_rollout = time.perf_counter() - start - seconds_update
     return report.metrics_of_step(run, step, groups, drawn, updates, (seconds_rollout, seconds_update)), groups
@@ -113,13 +113,13 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
 def start_sampling(run: Run, for_step: int) -> Callable[[], list[Group]]:
     """Start to sample what `for_step` will train on. Return a function that waits for it. All random numbers are those
     of that step, so runs with different delays have the same ones."""
-    ranks.seed_everything(run.config.seed, for_step, ranks.rank())  # for rewards and other user code
+    ranks.seed_everything(run.config.seed, for_step, ranks.rank())  # for rewards and other user code; updates draw none
     rows = pick_rows(run, run.config.prompts_per_step, for_step)
     return start_groups(run, rows, run.config.num_generations, for_step)
 
 
 def finish_sampling(
-    run: Run, for_step: int, at_step: int, wait: Callable[[], list[Group]]
+    run: Run, for_step: int, sampled_at: int, wait: Callable[[], list[Group]]
 ) -> tuple[list[Group], list[Group]]:
     """Wait for what `start_sampling` has started, and compute the rewards. Return the groups that `for_step` will train
     on, and all that were sampled for it.
@@ -139,7 +139,7 @@ def finish_sampling(
         if len(groups) == cfg.prompts_per_step:  # there may be fewer after the last round
             break
     for group in drawn:
-        group.step = at_step
+        group.step = sampled_at
     # If no group has a signal, this step has nothing to learn from, but it must have groups.
     return groups or drawn[: cfg.prompts_per_step], drawn
 
@@ -165,7 +165,7 @@ def start_groups(
     own_rows = [rows[p] for p, _ in own_samples]
     sampling = replace(run.sampling, **changes)
     conversations = Conversations(run.task, own_rows, run.tokenizer, sampling.eos_ids, max_turns=cfg.max_turns)
-    begin = conversations.begin if run.task.reply else None
+    begin = conversations.begin if run.task.reply else None  # begin(i) returns what answers the turns of completion i
     uniform = uniforms(cfg.seed, step, [(first + p, i) for p, i in own_samples], cfg.max_completion_length)
     prompts = [row["prompt_ids"] for row in own_rows]
     if cfg.server:
@@ -192,7 +192,7 @@ def add_rewards(run: Run, groups: list[Group], steps_done: int) -> None:
     cfg, own_groups = run.config, [groups[k] for k in ranks.share(len(groups))]
     with ranks.fail_together():
         results, logged = faults.not_interrupted(call_rewards, run.task, own_groups, run.tokenizer, steps_done)
-    groups[0].logged = ranks.gather(logged)  # those of all these groups, which have no place of their own
+    groups[0].logged = ranks.gather(logged)  # of all these groups: a call of a reward is for many of them
     for group, (reward_parts, extras) in zip(groups, ranks.gather(results), strict=True):
         group.reward_parts, group.extras = reward_parts, extras  # (G, K)
         group.rewards = combine_rewards(reward_parts[None], run.task.weights)[0]  # (G,)
@@ -262,7 +262,9 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     cfg = run.config
     switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    stats = [dict.fromkeys(STATS, Mean(torch.zeros_like(loss), torch.zeros_like(loss)))]
+    stats = [
+        dict.fromkeys(STATS, Mean(torch.zeros_like(loss), torch.zeros_like(loss)))
+    ]  # if there are no micro-batches
     run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
     # A micro-batch whose advantages are all 0 needs no backward pass, if nothing else gives it a gradient. With sharded
     # weights, every rank must take part in every backward pass.
@@ -270,6 +272,7 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
         needs_backward = not may_skip or bool(part.has_gradient.any())
         with torch.set_grad_enabled(needs_backward):
+            # head_ids are the ids that were likeliest at each token, for --score_centering, or None.
             how = dict(with_entropy=True, entropy_grad=cfg.entropy_coef != 0.0, head_ids=part.head_ids)
             logp, entropy, *of_head_ids = logprobs_of(run, run.model, part, **how)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
@@ -358,7 +361,9 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     run = Run(**fields, optimizer=make_optimizer(fields["model"], cfg), server=server)
     if cfg.shard and cfg.steps:
         try_micro_batch(run, longest_prompt, accumulate)
-    log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
+    log = report.RunLog(
+        run.config, run.tokenizer.decode, run.task.reward_names
+    )  # `load_run` has completed the settings
     run.progress = log.generating
     return run, log, notes
 
@@ -400,7 +405,7 @@ def take_steps(run: Run, log: report.RunLog, after_step: int) -> int:
     for step in range(after_step + 1, cfg.steps + 1):
         with checkpoint.saved_if_it_fails(run, step - 1):
             metrics, groups = training_step(run, step)
-        if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:
+        if cfg.ref_sync_every and step % cfg.ref_sync_every == 0:  # it is a copy of the policy, never with LoRA
             run.reference.load_state_dict(run.model.state_dict())
         eval_metrics, evaluated = {}, []
         if has_evaluations and (step % cfg.eval_every == 0 or step == cfg.steps):
