@@ -80,7 +80,8 @@ def training_step(run: Run, step: int) -> tuple[dict, list[Group]]:
     # With it, a step samples what step + delay trains on, before its own updates.
     while len(run.queue) < cfg.delay:  # in the first step
         for_step = step + len(run.queue)
-        run.queue.append(finish_sampling(run, for_step, step, start_sampling(run, for_step)))
+        wait = start_sampling(run, for_step)
+        run.queue.append(finish_sampling(run, for_step, step, wait))
     for_step = step + cfg.delay
     wait = start_sampling(run, for_step)
     during_updates = bool(cfg.server and cfg.delay)  # then a server goes on sampling until the end of the step
