@@ -346,7 +346,7 @@ def with_noise(weights: dict[str, Tensor], scale: float, seed: int) -> dict[str,
     stream = torch.Generator(next(iter(weights.values())).device).manual_seed(seed)
     noisy = {}  # by tensor, because tied ones have two names, but are one object and get the same noise
     for x in dict.fromkeys(weights.values()):
-        size = float(x.float().square().mean().sqrt()) or 0.1  # 0: a new bias, and the matrix B of new adapters
+        size = max(float(x.float().square().mean().sqrt()), 0.02)  # biases, norms of Gemma, and new adapters may be 0
         noise = torch.randn(x.shape, generator=stream, device=x.device)
         noisy[x] = (x.float() + scale * size * noise).to(x.dtype)
     return {name: noisy[x] for name, x in weights.items()}

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig
@@ -302,6 +303,12 @@ def test_a_server_that_goes_on_with_a_part_of_its_old_weights_is_refused(go, sta
     stand_in.stale = stale
     go(code=2, server=[StandIn().url, stand_in.url], rollout_dtype=dtype)
     assert f"error: --server {stand_in.url}: {NOISE}" in capsys.readouterr().err
+
+
+def test_noise_reaches_tensors_that_are_nearly_zero():
+    """A norm of Gemma multiplies by 1 + w, and w may be small. Without noise in it, an old norm would not show."""
+    noisy = server.with_noise({"norm.weight": torch.full((1000,), 1e-4)}, 0.5, seed=0)["norm.weight"]
+    assert 0.009 < float(noisy.std()) < 0.011
 
 
 def test_adapters_are_handed_over(go, sorting, stand_in, capsys, tmp_path):
