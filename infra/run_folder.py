@@ -63,7 +63,10 @@ def claim(config: Config) -> Start:
     """Make the folder `config.out`, lock it, and return how this command starts. Raise a UserError if it must not write
     there, or if the run in the folder must not go on with these settings."""
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of this name, or a folder that must not be written to
+        raise UserError(f"--out {out}: {error.strerror}") from error
     lock(out)
     before = config_json(out)
     others = [path for path in out.glob("*") if path.name not in (".lock", "config.json.partial")]

@@ -96,6 +96,7 @@ BAD = [  # flags in addition to the good ones -> the error, in which ... stands 
         "--model {0}/model --reference {0}/far_base --beta 1",
         "--reference {0}/far_base: merge these adapters into their",
     ),
+    ("--out {0}/rows.jsonl", "--out {0}/rows.jsonl: File exists"),
     # The ids of generation_config.json, config.json ([1, 99]) and the tokenizer, in this order.
     ("--model {0}/far_eos", "eos_token_id [1, 1, 99, 1] of model and tokenizer: must be token ids from 0 to 8"),
 ]
