@@ -183,11 +183,19 @@ def test_log_probs_and_entropies_in_bf16_are_of_unrounded_logits(all_in_bf16: bo
     assert (entropy - torch.special.entr(log_p[1].exp()).sum(-1)).abs().max() < 1e-5 and not entropy.requires_grad
 
 
+def addmm_of_a_gpu(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == total.dtype == torch.float32
+    return out.copy_(total + a.float() @ b.float())
+
+
+@pytest.mark.parametrize("addmm", [torch.addmm, addmm_of_a_gpu])
 @pytest.mark.parametrize("name, dtype", [("weight", torch.float32), ("bias", torch.bfloat16)])
-def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, monkeypatch):
+def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: torch.dtype, addmm, monkeypatch):
     """600 chunks have the same gradient. In the case "weight", the weight is in float32, even under autocast, and a
     single rounding of its gradient to bfloat16 would exceed the tolerance. In the case "bias", the bias is in bfloat16,
-    and a sum in bfloat16 would stop growing after 256 chunks."""
+    and a sum in bfloat16 would stop growing after 256 chunks. A GPU has an addmm that adds to a sum in float32."""
+    monkeypatch.setattr(torch, "addmm", addmm)
+    output_head._addmm_takes_fp32.cache_clear()
     monkeypatch.setitem(logprob.CHUNK, "cpu", 1)
     model = tiny_model("qwen2", dtype)
     model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB, dtype=dtype)) if name == "bias" else None
@@ -202,6 +210,8 @@ def test_gradients_of_the_heads_chunks_are_summed_in_float32(name: str, dtype: t
     # float32: one rounding for each addition. bfloat16: one for each of the two gradients that are compared.
     roundings = 600 if dtype == torch.float32 else 2
     assert distance(gradients[1], 600 * gradients[0]) < roundings * torch.finfo(dtype).eps
+    assert output_head._addmm_takes_fp32(torch.device("cpu")) == (addmm is addmm_of_a_gpu)
+    output_head._addmm_takes_fp32.cache_clear()
 
 
 # ---- Shapes and masks ----

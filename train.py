@@ -270,7 +270,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     # A micro-batch whose advantages are all 0 needs no backward pass, if nothing else gives it a gradient. With sharded
     # weights, every rank must take part in every backward pass.
     may_skip = needs_advantages(**switches) and not cfg.shard
-    for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard):
+    parts = [part for _, part in micro_batches(batch, run.limits, ranks.rank(), ranks.world(), same_count=cfg.shard)]
+    for i, part in enumerate(parts):
         needs_backward = not may_skip or bool(part.has_gradient.any())
         with torch.set_grad_enabled(needs_backward):
             # head_ids are the ids that were likeliest at each token, for --score_centering, or None.
@@ -290,6 +291,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
             sampler_head_logp=part.sampler_head_logp,
             **switches,
         )
+        if cfg.shard:  # gradients cross between machines once, with those of the last micro-batch
+            run.model.set_requires_all_reduce(i == len(parts) - 1)
         if needs_backward:
             part_loss.backward()
 

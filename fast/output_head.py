@@ -22,7 +22,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -154,8 +154,21 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to the total, which is in fp32 even if a and b are in bf16."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)  # needs no memory for the product
+    elif _addmm_takes_fp32(total.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # neither does this
     else:
         total += linear_in_fp32(a, b.T)
+
+
+@cache
+def _addmm_takes_fp32(device: torch.device) -> bool:
+    """Return whether PyTorch can add a product in bf16 to a sum in fp32 here, which is tried once."""
+    one = torch.ones(1, 1, device=device)
+    try:
+        torch.addmm(one, one.bfloat16(), one.bfloat16(), out_dtype=one.dtype, out=one)
+    except (RuntimeError, TypeError):  # it cannot on a CPU
+        return False
+    return one.item() == 2.0
 
 
 def _in_dtype(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -7,7 +7,7 @@ as the backward pass has computed them. For a rollout, all weights are gathered 
 
 n is --shard_size, by default the number of ranks on one machine. If there are more ranks than that, each group of n
 ranks has a full copy of the model (hybrid sharding): weights are then exchanged only within a machine, and between
-machines only the gradients of each rank's shard.
+machines only the gradients of each rank's shard, once an update.
 
 Every rank must take part in each forward and backward pass of an update. During a rollout, no rank waits for another.
 

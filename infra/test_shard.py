@@ -5,17 +5,20 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,6 +73,20 @@ def separate_backends() -> None:
     replace("infra.ranks.backend", lambda _: lambda device: "cpu:gloo,cuda:gloo")
 
 
+def print_exchanges(accumulate):
+    """Print how often an update exchanges gradients between machines, and how many units have gradients."""
+
+    def accumulating(run: train.Run, batch) -> tuple:
+        calls, all_reduce = [], dist.all_reduce
+        with mock.patch.object(dist, "all_reduce", lambda *args, **how: calls.append(args) or all_reduce(*args, **how)):
+            result = accumulate(run, batch)
+        units = sum(isinstance(module, FSDPModule) for module in run.model.modules())
+        print("exchanges:", len(calls), "units:", units, flush=True)
+        return result
+
+    return accumulating
+
+
 CASES = {  # number of ranks; settings; more settings for the sharded run, which change no result
     "two copies of two shards": (
         4,
@@ -92,8 +109,12 @@ def test_a_sharded_run_is_that_of_one_process(small, models, tmp_path, monkeypat
     run(settings, one)
     # With a --shard_size, it does not matter how the ranks are spread over machines.
     before = [machines_of_unequal_size, separate_backends] if "shard_size" in sharded else []
-    run(settings | sharded | dict(shard=True), out, *before, world=world)
+    before.append(partial(replace, "train.accumulate", print_exchanges))
+    shown = run(settings | sharded | dict(shard=True), out, *before, world=world)
     assert_same_run(out, one)
+    exchanges = {(int(n), int(units)) for n, units in re.findall(r"exchanges: (\d+) units: (\d+)", shown)}
+    # Gradients cross between machines once for each unit, in any number of micro-batches.
+    assert all(n == (units if "shard_size" in sharded else 0) for n, units in exchanges) and exchanges
     assert json.loads((out / "model/config.json").read_text()) == json.loads((one / "model/config.json").read_text())
 
 
