@@ -30,7 +30,7 @@ def test_the_first_hour(tmp_path):
     lines = (tmp_path / "first_hour.txt").read_text().splitlines()
     found = dict(line.split(": ", 1) for line in lines)
     assert found["pytest -m gpu"] == "7 passed" and found["ranks"] == "1"
-    assert found["first difference of two runs"] == "none in five steps"
+    assert found["first difference of two runs"] == "none in 5 steps"
     for kind in first_hour.KINDS:
         numbers = {name.partition(", ")[2]: x for name, x in found.items() if name.startswith(f"{kind}, ")}
         assert numbers.pop("dtype") == "float32" and len(json.loads(numbers.pop("rewards"))) == 2
