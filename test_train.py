@@ -142,6 +142,10 @@ BY_RANKS = {  # ranks, settings, settings of the run on several ranks only
         2, TURNS | dict(delay=1, num_iterations=2, beta=0.1, top_p=0.9, top_entropy=0.5, eval_every=1, eval_prompts=5),
         dict(shard=True, rollout_tokens=70, micro_batch_size=2),
     ),
+    "one completion of each prompt, of which the gate drops some": (
+        2, dict(algorithm="flash_reinforce", num_generations=1, prompts_per_step=6, num_iterations=2, minibatches=2,
+        learning_rate=0.02, gate_kl=1e-3), dict(micro_batch_size=2),
+    ),
 }  # fmt: skip
 
 
@@ -168,6 +172,7 @@ def test_ranks_do_not_change_what_is_computed(go, sorting, tmp_path, name):
     assert_same_run(tmp_path / "many", one)
     steps = [line for line in metrics(one) if line["step"]]  # step 0 is the evaluation before the first step
     assert all(line["grad_norm"] > 0.01 for line in steps)
+    assert "gate_kl" not in settings or any(0.0 < line["gate_dropped"] < 1.0 for line in steps)
     assert all(line["turns"] > 1.2 and line["reply_length"] > 0.5 for line in steps if "reply" in settings)
 
 
