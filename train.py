@@ -29,7 +29,7 @@ from infra import checkpoint, command_line, faults, lora, ranks, report, run_fol
 from infra.decoding import decoding
 from infra.model import load_run
 from infra.server import Server, ask_servers
-from infra.shard import try_micro_batch
+from infra.shard import sum_between_machines, try_micro_batch
 from logprob import token_logprobs
 from loss import Each, Mean, Statistic, combine, needs_advantages, policy_loss, token_weights
 from rollout import Progress, Sampling, rollout_and_limit, uniforms
@@ -291,9 +291,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
             sampler_head_logp=part.sampler_head_logp,
             **switches,
         )
-        if cfg.shard:  # gradients cross between machines once, with those of the last micro-batch
-            run.model.set_requires_all_reduce(i == len(parts) - 1)
         if needs_backward:
+            sum_between_machines(run.model, i == len(parts) - 1)  # sharded gradients, once an update
             part_loss.backward()
 
         loss += part_loss.detach()

@@ -114,6 +114,13 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             unit.reshard()
 
 
+def sum_between_machines(model: nn.Module, now: bool) -> None:
+    """Say whether the next backward pass of a sharded model sums its gradients between machines, as the last one of an
+    update must. The others sum them within each machine."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)
+
+
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the whole model, on the CPU of rank 0 and without duplicates of tied weights. All ranks
     must call this; the others get an empty dict. One tensor is gathered at a time."""
