@@ -227,7 +227,10 @@ def table(args: argparse.Namespace) -> str:
     logs = [finished(run) for run in runs_of(args)]
     # runs_of goes through all variants for each seed, so every len(variants)-th run is of the same variant.
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
-    rows = compared(args.figures, args.variants, by_variant)
+    figures = args.figures
+    if figures is FIGURES and "eval/accuracy" not in logs[0][-1]:  # without --figures, if runs are not evaluated
+        figures = ["reward", *FIGURES[2:]]
+    rows = compared(figures, args.variants, by_variant)
     first = ", ".join(map(" ".join, args.variants[0].items()))
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
     return markdown([*headings, f"difference from {first} (95 % interval)", "verdict"], *rows)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -156,6 +157,15 @@ def out(tmp_path, monkeypatch):
         run_folder.begin(replace(config, dtype="bfloat16"), given, run_folder.claim(config), {})
         (tmp_path / f"{beta}-1/metrics.jsonl").write_text('{"step": 0, "reward": 0.1}\n{"step": 2, "reward": 0.5}\n')
     return tmp_path
+
+
+def test_the_figures_of_runs_that_are_not_evaluated(monkeypatch):
+    log = [{"step": 1, "reward": 0.5, "completion_length": 3.0, "length_incorrect": 3.0, "entropy": 1.0}]
+    monkeypatch.setattr(ablate, "finished", lambda run: log)
+    table = ablate.table(ablate.parse(["--vary", "beta=0", "--seeds", "1,2", "--out", "o", "--", "--eval_every", "0"]))
+    assert re.findall(r"^\| (\w+)", table, re.MULTILINE)[1:] == [
+        "reward", "completion_length", "length_incorrect", "entropy"
+    ]  # fmt: skip
 
 
 def test_only_unfinished_runs_are_made(out, capsys):
