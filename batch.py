@@ -156,7 +156,7 @@ def micro_batches(
     for piece in mine:
         if len(piece) > 1 or len(piece[0]) > 1:
             limits.largest = max(limits.largest, _tokens(piece))
-        rows = [one.index for row in piece for one in row]  # their numbers in the batch
+        rows = [sample.index for row in piece for sample in row]  # their numbers in the batch
         yield rows, replace(batch[rows], completions_per_row=[len(row) for row in piece])
     if same_count:
         most = max(len(pieces_of(share)) for share in shares)
@@ -173,16 +173,16 @@ def _shares(batch: Batch, world: int) -> list[list[Sample]]:
     samples = []
     for n, prompt_length in enumerate(prompt_lengths):
         samples.append(Sample(n, has_gradient[n], numbers[n], prompt_length, whole_lengths[n] - prompt_length))
-    samples.sort(key=lambda one: (one.prompt, -one.length))
+    samples.sort(key=lambda sample: (sample.prompt, -sample.length))
     # A forward pass counts once, and a backward pass twice.
-    work = [(3 if one.has_gradient else 1) * (one.prompt_length + one.length) for one in samples]
+    work = [(3 if sample.has_gradient else 1) * (sample.prompt_length + sample.length) for sample in samples]
     total, before = sum(work), 0
     shares: list[list[Sample]] = [[] for _ in range(world)]
-    for one, its_work in zip(samples, work, strict=True):
+    for sample, its_work in zip(samples, work, strict=True):
         # Cut the line of all work into `world` equal pieces. A completion goes to the rank whose piece has its middle,
         # which is below `total`.
         middle = before + its_work / 2
-        shares[int(world * middle / total)].append(one)
+        shares[int(world * middle / total)].append(sample)
         before += its_work
     return shares
 

@@ -179,10 +179,10 @@ def start_groups(
             )
 
     def wait_for_groups() -> list[Group]:
-        own = wait_for_servers() if cfg.server else sampled
-        for i, conversation in conversations.begun.items():  # the replies of each completion that has any
-            own[i].replies, own[i].state = conversation.replies, conversation.state  # for the rewards
-        completions = iter(ranks.gather(own))  # those of the first prompt, then those of the second, and so on
+        mine = wait_for_servers() if cfg.server else sampled  # this rank's
+        for i, conversation in conversations.begun.items():
+            mine[i].replies, mine[i].state = conversation.replies, conversation.state  # for the rewards
+        completions = iter(ranks.gather(mine))  # those of the first prompt, then those of the second, and so on
         return [Group(row["prompt_ids"], row, [*islice(completions, n)], index=row.get("_index")) for row in rows]
 
     return wait_for_groups

@@ -59,10 +59,10 @@ def is_rms_norm(norm: nn.Module) -> bool:
     found = []
     with torch.enable_grad():
         try:
-            own = functional_call(norm, {"weight": weight}, (x,))
+            its_output = functional_call(norm, {"weight": weight}, (x,))
         except TypeError:  # it also takes a gate, for instance
             return False
-        for y in (own, F.rms_norm(x, (n,), weight, epsilon(norm))):
+        for y in (its_output, F.rms_norm(x, (n,), weight, epsilon(norm))):
             found.append([y, *torch.autograd.grad(y, (x, weight), g)])
     # Kernels of a GPU add up in another order. Four units in the last place of the largest number are allowed there.
     ulps = 0 if device.type == "cpu" else 4 * torch.finfo(torch.float32).eps

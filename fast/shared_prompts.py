@@ -39,9 +39,9 @@ def shared_rows(
 ) -> list[Row]:
     """Divide these completions among rows. `allow(completions, tokens)` says whether a row of that size is allowed.
     Rows with a gradient come first, and within each kind the longest first."""
-    by_prompt = sorted(samples, key=lambda one: (one.has_gradient, one.prompt, -one.length))
+    by_prompt = sorted(samples, key=lambda sample: (sample.has_gradient, sample.prompt, -sample.length))
     rows: list[Row] = []
-    for _, same_prompt in groupby(by_prompt, key=lambda one: (one.has_gradient, one.prompt)):
+    for _, same_prompt in groupby(by_prompt, key=lambda sample: (sample.has_gradient, sample.prompt)):
         completions = list(same_prompt)
         rows += _rows_of_prompt(completions, _best_number(completions, hidden_size, least_prompt), allow)
     return sorted(rows, key=lambda row: (row[0].has_gradient, row_length(row)), reverse=True)
@@ -49,7 +49,7 @@ def shared_rows(
 
 def row_length(row: Row) -> int:
     """Return how many tokens the model reads: the prompt once, and then every completion."""
-    return row[0].prompt_length + sum(one.length for one in row)
+    return row[0].prompt_length + sum(sample.length for sample in row)
 
 
 def _rows_of_prompt(samples: list[Sample], together: int, allow: Callable[[int, int], bool]) -> list[Row]:
@@ -71,7 +71,7 @@ def _best_number(samples: list[Sample], hidden_size: int | None, least_prompt: f
     layer, plus 2 h for each of the p + k c tokens in its row. So the cost of a completion is
     (p/k + c) (12 h^2 + 2 h (p + k c)), which is lowest at k = sqrt(p (p + 6 h)) / c.
     """
-    p, c = samples[0].prompt_length, sum(one.length for one in samples) / len(samples)
+    p, c = samples[0].prompt_length, sum(sample.length for sample in samples) / len(samples)
     if hidden_size is None or p < least_prompt * c:
         return 1
     return max(1, int(math.sqrt(p * (p + 6 * hidden_size)) / c))
@@ -101,13 +101,13 @@ def model_inputs(
     same = is_same.long().cumprod(1).sum(1)  # (B,), how many tokens are those of the row's first completion
     shared = same.scatter_reduce(0, first, same, "amin")[first]  # (B,), how many tokens all have in common
 
-    # Behind the shared tokens, each completion has its own ones, one completion after another.
-    own = lengths - shared
-    before = own.cumsum(0) - own  # (B,), own tokens of all earlier completions
-    start = shared + before - before[first]  # (B,), where the own tokens start in the row
+    # Behind the shared tokens, each completion has its unshared ones, one completion after another.
+    unshared = lengths - shared
+    before = unshared.cumsum(0) - unshared  # (B,), unshared tokens of all earlier completions
+    start = shared + before - before[first]  # (B,), where the unshared tokens start in the row
     is_shared = t < shared[:, None]  # (B, T)
     place_in_row = torch.where(is_shared, t, start[:, None] + t - shared[:, None])
-    L = int((start + own).max())
+    L = int((start + unshared).max())
     L += -L % 8 if ids.is_cuda else 0  # for other widths, attention would copy the mask in every layer
     R = len(per_row)
     places = row[:, None] * L + place_in_row

@@ -139,8 +139,8 @@ def moments_of(run: Any) -> dict[str, Tensor]:
     """Return the state of the optimizer, by name, without copying it. If the optimizer has none yet, PyTorch creates
     it, by an update at a learning rate of 0. Numbers become tensors of 64 bits, because only tensors can be saved."""
     state = state_dict.get_optimizer_state_dict(run.model, run.optimizer, options=FLAT)
-    own = {name: x for name, x in state.items() if name.startswith("state.")}  # the others are settings
-    return {name: x if isinstance(x, Tensor) else torch.from_numpy(np.array(x)) for name, x in own.items()}
+    moments = {name: x for name, x in state.items() if name.startswith("state.")}  # the others are settings
+    return {name: x if isinstance(x, Tensor) else torch.from_numpy(np.array(x)) for name, x in moments.items()}
 
 
 def load_moments(folder: Path, run: Any) -> None:
@@ -240,9 +240,9 @@ def write_folder(folder: Path, model: PreTrainedModel, tokenizer: Any, step: int
 def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor] | None) -> None:
     """Write the configuration of a model, and `weights`, or the model's own weights if they are None."""
     # `save_pretrained` may refuse the generation settings that came with the model.
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    its_config, model.generation_config = model.generation_config, GenerationConfig()
     model.save_pretrained(folder, state_dict=weights)
-    model.generation_config = own  # a run may continue after the model is saved
+    model.generation_config = its_config  # a run may continue after the model is saved
 
 
 # ---- Folders that are either complete or absent ----

@@ -117,8 +117,8 @@ def default_of(setting: Field, on_gpu: bool, tasks: tuple[str, ...]) -> str:
     name, usual = setting.name, getattr(Config(), setting.name)
     if usual is None:
         usual = getattr(resolve(Config(), REAL_MODEL_DEFAULTS, on_gpu), name)
-    own = {task: getattr(task_module(task), "DEFAULTS", {}).get(name, usual) for task in tasks}
-    others = [f"{task} {value}" for task, value in own.items() if value != usual]
+    by_task = {task: getattr(task_module(task), "DEFAULTS", {}).get(name, usual) for task in tasks}
+    others = [f"{task} {value}" for task, value in by_task.items() if value != usual]
     return f"{usual}; with --task {', '.join(others)}" if others else f"{usual}"
 
 

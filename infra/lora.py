@@ -128,11 +128,11 @@ def save_adapters(folder: Path, model: PreTrainedModel, adapters: dict[str, Tens
 
 def load_adapters(folder: Path, model: PreTrainedModel) -> None:
     """Give the adapters of the model the values that are in this folder."""
-    saved, own = load_file(folder / "adapter_model.safetensors"), named_as_in_peft(trained_tensors(model))
-    there, here = ({f"{name} {[*x.shape]}" for name, x in tensors.items()} for tensors in (saved, own))
-    if wrong := sorted(there ^ here):  # what only one of the two has
+    saved, adapters = load_file(folder / "adapter_model.safetensors"), named_as_in_peft(trained_tensors(model))
+    shapes, wanted = ({f"{name} {[*x.shape]}" for name, x in tensors.items()} for tensors in (saved, adapters))
+    if wrong := sorted(shapes ^ wanted):  # what only one of the two has
         raise UserError(f"{folder}: has other adapters than those of --lora_rank: {', '.join(wrong[:3])}")
-    for name, p in own.items():
+    for name, p in adapters.items():
         p.copy_(saved[name])
 
 

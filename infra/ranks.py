@@ -78,10 +78,10 @@ def check_own_address() -> None:
     is_local = os.environ["MASTER_ADDR"].startswith(("127.", "::1", "localhost"))
     if is_local or os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    own = socket.gethostbyname(socket.gethostname())
-    if own.startswith("127."):
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
         advice = "set GLOO_SOCKET_IFNAME to its network interface, such as eth0 (`ip route` shows it)"
-        raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {own}; {advice}")
+        raise UserError(f"other machines cannot reach {socket.gethostname()} at its address {address}; {advice}")
 
 
 def backend(device: torch.device) -> str:
@@ -139,14 +139,14 @@ def fail_together() -> Iterator[None]:
     """Make every rank fail at the end of this block if any rank raises an error inside it. If several ranks do, only
     the one with the lowest number reports its error. A rank that raises an error skips the rest of the block, so ranks
     must not communicate inside the block."""
-    own = None
+    error_here = None
     try:
         yield
     except BaseException as error:
-        own = error
-    for number, message in enumerate(gather([None if own is None else str(own)])):
+        error_here = error
+    for number, message in enumerate(gather([None if error_here is None else str(error_here)])):
         if message is not None:
-            error = own if number == rank() else faults.FailedElsewhere(message)
+            error = error_here if number == rank() else faults.FailedElsewhere(message)
             error.on_all_ranks = True
             raise error
 

@@ -83,9 +83,9 @@ def by_column(groups: list[Group], column: str | None, name: str, values_of: Cal
     """Average what values_of(group) returns, over the groups with each value of a column, and count the groups."""
     metrics = {}
     for value in sorted({str(group.row[column]) for group in groups} if column else ()):
-        own = [group for group in groups if str(group.row[column]) == value]
-        metrics[f"{name}/{column}={value}"] = mean(x for group in own for x in values_of(group))
-        metrics[f"{name.rpartition('/')[0]}/groups/{column}={value}".lstrip("/")] = len(own)
+        with_value = [group for group in groups if str(group.row[column]) == value]
+        metrics[f"{name}/{column}={value}"] = mean(x for group in with_value for x in values_of(group))
+        metrics[f"{name.rpartition('/')[0]}/groups/{column}={value}".lstrip("/")] = len(with_value)
     return metrics
 
 

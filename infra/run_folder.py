@@ -83,9 +83,9 @@ def claim(config: Config) -> Start:
         return Start({}, 0)
     if gone := outdated(before["settings"]):
         raise UserError(f"the run in {out} has settings that no longer exist; only --overwrite starts over: {gone}")
-    there = with_absolute_paths(settings_of(out))
-    if changed := other_settings(there, config):
-        values = [f"--{name} {getattr(there, name)} there, {getattr(config, name)} here" for name in changed]
+    made = with_absolute_paths(settings_of(out))
+    if changed := other_settings(made, config):
+        values = [f"--{name} {getattr(made, name)} there, {getattr(config, name)} here" for name in changed]
         raise UserError(f"the run in {out} has other settings, and only --overwrite starts over: {'; '.join(values)}")
     if saved and newest not in [line["step"] for line in lines]:
         raise UserError(f"{out}/metrics.jsonl lacks the line of step {newest}: restore it, or move its checkpoint away")
@@ -107,19 +107,19 @@ def replaced(out: Path) -> list[str]:
     return [f"the run that was in {out}/ is in {earlier}/ now"]
 
 
-def other_settings(there: Config, here: Config) -> list[str]:
+def other_settings(made: Config, config: Config) -> list[str]:
     """Return the names of the settings that differ although a run must keep them."""
     fixed = {name for name, setting in SETTINGS.items() if not setting.metadata["may_change"]}
-    if there.steps == 0 or here.steps == 0:  # the result of an evaluation depends on these as well
+    if made.steps == 0 or config.steps == 0:  # the result of an evaluation depends on these as well
         fixed |= {"steps"} | EVALUATION
-    if here.data and there.held_out != here.held_out:  # other rows of --data would be trained on
+    if config.data and made.held_out != config.held_out:  # other rows of --data would be trained on
         fixed |= {"eval_prompts", "eval_every"}
-    return differing(fixed, there, here)
+    return differing(fixed, made, config)
 
 
-def differing(names: set[str], there: Config, here: Config) -> list[str]:
+def differing(names: set[str], made: Config, config: Config) -> list[str]:
     """Return those of these settings that differ, in the order of --help."""
-    return [name for name in vars(here) if name in names and getattr(there, name) != getattr(here, name)]
+    return [name for name in vars(config) if name in names and getattr(made, name) != getattr(config, name)]
 
 
 # ---- What is in a folder ----
