@@ -1,0 +1,80 @@
+"""Print the tables of the study, for the variants whose runs are all in this folder.
+
+PYTHONPATH=. python results/one_rollout/table.py addition
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+from bench import logs
+from results.one_rollout.study import ARMS, STUDIES, Study, second_half
+from tools.ablate import interval, markdown, p_value
+
+Variant = tuple[str, int]  # an arm, and its delay
+
+
+def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[str, list[float]]]:
+    """Return for each variant the rate that the study chose, and the reward of each seed with it."""
+
+    def reward(arm: str, delay: int, rate: str, seed: int) -> float | None:
+        run = runs.get(f"{arm}-{delay}-{rate}-{seed}")
+        return second_half(study, run.lines) if run and len(run.lines) >= study.steps else None
+
+    found = {}
+    for arm, delay in ((arm, delay) for arm in ARMS for delay in sorted(study.delays)):
+        tuned = {rate: [reward(arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
+        if any(None in rewards for rewards in tuned.values()):
+            continue
+        rate = max(study.rates, key=lambda rate: sum(tuned[rate]))
+        rewards = [reward(arm, delay, rate, seed) for seed in study.seeds]
+        if None not in rewards:
+            found[arm, delay] = rate, rewards
+    return found
+
+
+def show(differences: list[float]) -> str:
+    mean, half = interval(differences)
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
+def main(study: Study) -> None:
+    found = rewards_of(study, logs.read(Path(__file__).parent))
+    delays = sorted(study.delays)
+    one_minus = {
+        (arm, delay): [a - b for a, b in zip(found["one", delay][1], rewards, strict=True)]
+        for (arm, delay), (_, rewards) in found.items()
+        if arm != "one" and ("one", delay) in found
+    }
+    p = {variant: p_value(differences) for variant, differences in one_minus.items()}
+    differ = set()
+    for n, variant in enumerate(sorted(p, key=p.get)):  # Holm
+        if p[variant] > 0.05 / (len(p) - n):
+            break
+        differ.add(variant)
+
+    def cell(variant: Variant) -> str:
+        if variant not in found:
+            return ""
+        rate, rewards = found[variant]
+        return f"{statistics.mean(rewards):.3f} ± {statistics.stdev(rewards):.3f} at {rate}"
+
+    def difference(variant: Variant) -> str:
+        if variant not in one_minus:
+            return ""
+        return f"**{show(one_minus[variant])}**" if variant in differ else show(one_minus[variant])
+
+    heads = [f"delay {delay}" for delay in delays]
+    print(markdown(["arm", *heads], *([arm, *(cell((arm, delay)) for delay in delays)] for arm in ARMS)))
+    print("\none minus, bold after Holm's correction")
+    groups = [arm for arm in ARMS if arm != "one"]
+    print(markdown(["arm", *heads], *([arm, *(difference((arm, delay)) for delay in delays)] for arm in groups)))
+    print("\nhow much better one does with the delay than without, beside an arm")
+    for (arm, delay), differences in one_minus.items():
+        if delay > 0 and (arm, 0) in one_minus:
+            changes = [a - b for a, b in zip(differences, one_minus[arm, 0], strict=True)]
+            print(f"{arm}, {delay}: {show(changes)}")
+
+
+if __name__ == "__main__":
+    main(STUDIES[sys.argv[1]])
