@@ -36,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from config import SMALLER, UserError
-from fast.token_search import first_above
+from fast.token_search import first_above, first_beyond
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # gets how many tokens each row has so far, and the number of unfinished rows
@@ -487,11 +487,8 @@ def _pick(p: Tensor, u: Tensor) -> Tensor:
     if p.is_cuda:  # it adds in parallel; a sum in fp32 might not be monotonic, and one in fp64 takes long
         return first_above(p, u)
     cdf = p.cumsum(-1)
-    total = cdf[:, -1:]  # not 1 if p was cut, or because of rounding, so u is scaled by it
-    # u may round up to 1, so keep the target strictly below the total. right=True makes sure that a target of 0 does
-    # not pick a first token that has probability 0.
-    target = torch.minimum(u.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).clamp(max=p.shape[1] - 1)  # if p is NaN, it finds no id
+    # The total is not 1 if p was cut, or because of rounding, so u is scaled by it.
+    return first_beyond(cdf, u.to(cdf.dtype) * cdf[:, -1:])[0]
 
 
 def _cut(p: Tensor, sampling: Sampling) -> Tensor:

@@ -263,9 +263,8 @@ def accumulate(run: Run, batch: Batch) -> tuple[Tensor, dict[str, Statistic]]:
     cfg = run.config
     switches = {name: getattr(cfg, name) for name in LOSS_SWITCHES}
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    stats = [
-        dict.fromkeys(STATS, Mean(torch.zeros_like(loss), torch.zeros_like(loss)))
-    ]  # if there are no micro-batches
+    # A rank without micro-batches has these statistics, too.
+    stats = [dict.fromkeys(STATS, Mean(torch.zeros_like(loss), torch.zeros_like(loss)))]
     run.optimizer.zero_grad()  # there may be gradients of an attempt that ran out of memory
     # A micro-batch whose advantages are all 0 needs no backward pass, if nothing else gives it a gradient. With sharded
     # weights, every rank must take part in every backward pass.
@@ -347,8 +346,7 @@ def evaluate(run: Run, step: int) -> tuple[dict, list[Group]]:
         metrics |= report.metrics_of_evaluation_by(cfg.metrics_by, greedy, sampled)
     if len(cfg.eval_data) > 1:
         metrics |= report.metrics_of_evaluation_by("eval_data", greedy, sampled)
-    logged = [pair for group in (*sampled, *greedy) for pair in group.logged]
-    return metrics | report.metrics_of_logged(logged, "eval/logged/"), sampled
+    return metrics | report.metrics_of_logged([*sampled, *greedy], "eval/logged/"), sampled
 
 
 def make_optimizer(model: PreTrainedModel, cfg: Config) -> torch.optim.Optimizer:
@@ -364,9 +362,8 @@ def set_up(cfg: Config, device: torch.device) -> tuple[Run, report.RunLog, list[
     run = Run(**fields, optimizer=make_optimizer(fields["model"], cfg), server=server)
     if cfg.shard and cfg.steps:
         try_micro_batch(run, longest_prompt, accumulate)
-    log = report.RunLog(
-        run.config, run.tokenizer.decode, run.task.reward_names
-    )  # `load_run` has completed the settings
+    # `load_run` has completed the settings, which are in run.config.
+    log = report.RunLog(run.config, run.tokenizer.decode, run.task.reward_names)
     run.progress = log.generating
     return run, log, notes
 

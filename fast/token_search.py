@@ -32,7 +32,14 @@ def _search(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first place (B, 1) at which the cumulative sum of mass (B, n) exceeds the target (B, 1), and by how
     much the target exceeds the sum before it."""
     cdf = mass.cumsum(-1)
-    total = cdf[:, -1:]
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding may make it the total
-    place = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)  # it is too high if p has NaN
+    place, target = first_beyond(cdf, target)
     return place, target - F.pad(cdf, (1, 0)).gather(1, place)
+
+
+def first_beyond(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first place (B, 1) at which cdf (B, n) exceeds the target (B, 1), and the target, which rounding may
+    have made as large as the last value: it becomes the next number below."""
+    total = cdf[:, -1:]
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    # right=True makes sure that a target of 0 does not find a first place where cdf is 0. With NaN, no place is found.
+    return torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1), target

@@ -155,9 +155,8 @@ def capture(call: Callable, earlier: "torch.cuda.CUDAGraph | None") -> tuple["to
         torch.cuda.empty_cache()
     try:
         with torch.cuda.stream(capture_stream()):
-            graph.capture_begin(
-                earlier and earlier.pool(), capture_error_mode="thread_local"
-            )  # NCCL's thread may go on
+            # Meanwhile, the thread of NCCL may go on.
+            graph.capture_begin(earlier and earlier.pool(), capture_error_mode="thread_local")
             try:
                 out = call()
             finally:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ def metrics_of_step(
     metrics |= metrics_of_groups(drawn, run.task.reward_names) | metrics_of_updates(updates, run.optimizer)
     metrics |= by_column(drawn, run.config.metrics_by, "reward", lambda group: group.rewards)
     metrics |= run.server.take_seconds() if run.server else {}
-    logged = [pair for group in drawn for pair in group.logged] + ranks.gather(run.logged)
-    return metrics | metrics_of_logged(logged, "logged/") | metrics_of_machine(metrics["tokens"], *seconds)
+    metrics |= metrics_of_logged(drawn, "logged/", ranks.gather(run.logged))
+    return metrics | metrics_of_machine(metrics["tokens"], *seconds)
 
 
 def metrics_of_groups(groups: list[Group], names: list[str]) -> dict:
@@ -98,8 +98,11 @@ def metrics_of_evaluation_by(column: str, greedy: list[Group], sampled: list[Gro
     return metrics | by_column(judged, column, "eval/accuracy", lambda group: group.right)
 
 
-def metrics_of_logged(logged: list[tuple[str, float]], prefix: str) -> dict[str, float]:
-    """Average each metric over the values that user code has logged for it."""
+def metrics_of_logged(
+    groups: Iterable[Group], prefix: str, by_code: Sequence[tuple[str, float]] = ()
+) -> dict[str, float]:
+    """Average each metric over the values that reward functions and, with `run.log`, other code have logged for it."""
+    logged = [*(pair for group in groups for pair in group.logged), *by_code]
     names = sorted({name for name, _ in logged})
     return {prefix + name: mean(x for other, x in logged if other == name) for name in names}
 

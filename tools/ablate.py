@@ -229,7 +229,7 @@ def table(args: argparse.Namespace) -> str:
     by_variant = [logs[i :: len(args.variants)] for i in range(len(args.variants))]
     figures = args.figures
     if figures is FIGURES and "eval/accuracy" not in logs[0][-1]:  # without --figures, if runs are not evaluated
-        figures = ["reward", *FIGURES[2:]]
+        figures = ["reward", *(name for name in FIGURES if not name.startswith("eval/"))]
     rows = compared(figures, args.variants, by_variant)
     first = ", ".join(map(" ".join, args.variants[0].items()))
     headings = ["metric", *args.variants[0], f"mean ± std of {len(args.seeds)} seeds"]
@@ -238,8 +238,7 @@ def table(args: argparse.Namespace) -> str:
 
 def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
     """Return a row of the table for each figure and variant: its mean, its difference from the first variant, and a
-    verdict. By Holm's method, the smallest p is compared with 0.05 / m for m comparisons, the next with 0.05 / (m - 1),
-    and so on, until one is larger."""
+    verdict."""
     rows, p = [], {}  # p has a probability for each compared row
     for name in figures:
         values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])
@@ -253,11 +252,20 @@ def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) 
                 p[len(rows)] = p_value(differences)
                 verdict = "too few seeds" if len(by_seed) < 3 else "no clear difference"
                 rows.append(["", *row, with_interval(differences, digits), verdict])
-    for n, i in enumerate(sorted(p, key=p.get)):
-        if p[i] > 0.05 / (len(p) - n):
-            break
+    for i in clear(p):
         rows[i][-1] = "**differs**"
     return rows
+
+
+def clear(p: dict[Any, float]) -> set:
+    """Return the comparisons that are clear, of those with these probabilities. By Holm's method, the smallest p is
+    compared with 0.05 / m for m comparisons, the next with 0.05 / (m - 1), and so on, until one is larger."""
+    found = set()
+    for n, comparison in enumerate(sorted(p, key=p.get)):
+        if p[comparison] > 0.05 / (len(p) - n):
+            break
+        found.add(comparison)
+    return found
 
 
 def student(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import logs
 from results.lag_study.study import CORRECTIONS, RATES, SEEDS, TUNED_ON, second_half
-from tools.ablate import interval, markdown, p_value
+from tools.ablate import clear, interval, markdown, p_value
 
 RUNS = logs.read(Path(__file__).parent)
 DELAYS = [0, 2, 8, 32]
@@ -52,11 +52,7 @@ def main() -> None:
         if name != "none"
     }
     p = {v: p_value(differences) for v, differences in minus_none.items()}
-    differ = set()
-    for n, v in enumerate(sorted(p, key=p.get)):  # Holm
-        if p[v] > 0.05 / (len(p) - n):
-            break
-        differ.add(v)
+    differ = clear(p)
 
     def cell(v: tuple[str, int]) -> str:
         if v not in runs:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench import logs
 from results.one_rollout.study import ARMS, STUDIES, Study, second_half
-from tools.ablate import interval, markdown, p_value
+from tools.ablate import clear, markdown, p_value, with_interval
 
 Variant = tuple[str, int]  # an arm, and its delay
 
@@ -33,11 +33,6 @@ def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[s
     return found
 
 
-def show(differences: list[float]) -> str:
-    mean, half = interval(differences)
-    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
-
-
 def main(study: Study) -> None:
     found = rewards_of(study, logs.read(Path(__file__).parent))
     delays = sorted(study.delays)
@@ -47,11 +42,7 @@ def main(study: Study) -> None:
         if arm != "one" and ("one", delay) in found
     }
     p = {variant: p_value(differences) for variant, differences in one_minus.items()}
-    differ = set()
-    for n, variant in enumerate(sorted(p, key=p.get)):  # Holm
-        if p[variant] > 0.05 / (len(p) - n):
-            break
-        differ.add(variant)
+    differ = clear(p)
 
     def cell(variant: Variant) -> str:
         if variant not in found:
@@ -62,7 +53,8 @@ def main(study: Study) -> None:
     def difference(variant: Variant) -> str:
         if variant not in one_minus:
             return ""
-        return f"**{show(one_minus[variant])}**" if variant in differ else show(one_minus[variant])
+        text = with_interval(one_minus[variant], 3)
+        return f"**{text}**" if variant in differ else text
 
     heads = [f"delay {delay}" for delay in delays]
     print(markdown(["arm", *heads], *([arm, *(cell((arm, delay)) for delay in delays)] for arm in ARMS)))
@@ -73,7 +65,7 @@ def main(study: Study) -> None:
     for (arm, delay), differences in one_minus.items():
         if delay > 0 and (arm, 0) in one_minus:
             changes = [a - b for a, b in zip(differences, one_minus[arm, 0], strict=True)]
-            print(f"{arm}, {delay}: {show(changes)}")
+            print(f"{arm}, {delay}: {with_interval(changes, 3)}")
 
 
 if __name__ == "__main__":
