@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bench import logs
-from results.one_rollout.study import ARMS, STUDIES, Study, second_half
+from results.one_rollout.study import STUDIES, Study, second_half
 from tools.ablate import clear, markdown, p_value, with_interval
 
 Variant = tuple[str, int]  # an arm, and its delay
@@ -22,7 +22,7 @@ def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[s
         return second_half(study, run.lines) if run and len(run.lines) >= study.steps else None
 
     found = {}
-    for arm, delay in ((arm, delay) for arm in ARMS for delay in sorted(study.delays)):
+    for arm, delay in ((arm, delay) for arm in study.arms for delay in sorted(study.delays)):
         tuned = {rate: [reward(arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
         if any(None in rewards for rewards in tuned.values()):
             continue
@@ -57,9 +57,9 @@ def main(study: Study) -> None:
         return f"**{text}**" if variant in differ else text
 
     heads = [f"delay {delay}" for delay in delays]
-    print(markdown(["arm", *heads], *([arm, *(cell((arm, delay)) for delay in delays)] for arm in ARMS)))
+    print(markdown(["arm", *heads], *([arm, *(cell((arm, delay)) for delay in delays)] for arm in study.arms)))
     print("\none minus, bold after Holm's correction")
-    groups = [arm for arm in ARMS if arm != "one"]
+    groups = [arm for arm in study.arms if arm != "one"]
     print(markdown(["arm", *heads], *([arm, *(difference((arm, delay)) for delay in delays)] for arm in groups)))
     print("\nhow much better one does with the delay than without, beside an arm")
     for (arm, delay), differences in one_minus.items():
