@@ -35,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -239,7 +240,7 @@ def table(args: argparse.Namespace) -> str:
 def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) -> list[list[str]]:
     """Return a row of the table for each figure and variant: its mean, its difference from the first variant, and a
     verdict."""
-    rows, p = [], {}  # p has a probability for each compared row
+    rows, differences_of = [], {}  # a row's number -> its differences, one for each seed
     for name in figures:
         values = np.array([[figure(lines, name) for lines in variant_logs] for variant_logs in logs])
         digits = decimals(values[0].mean())
@@ -249,17 +250,18 @@ def compared(figures: list[str], variants: list[dict], logs: list[list[Lines]]) 
             if variant is variants[0]:
                 rows.append([name, *row, "", ""])
             else:
-                p[len(rows)] = p_value(differences)
+                differences_of[len(rows)] = differences
                 verdict = "too few seeds" if len(by_seed) < 3 else "no clear difference"
                 rows.append(["", *row, with_interval(differences, digits), verdict])
-    for i in clear(p):
+    for i in clear(differences_of):
         rows[i][-1] = "**differs**"
     return rows
 
 
-def clear(p: dict[Any, float]) -> set:
-    """Return the comparisons that are clear, of those with these probabilities. By Holm's method, the smallest p is
-    compared with 0.05 / m for m comparisons, the next with 0.05 / (m - 1), and so on, until one is larger."""
+def clear(differences_of: dict[Any, Sequence[float]]) -> set:
+    """Return which of these comparisons are clear. By Holm's method, the smallest p is compared with 0.05 / m for m
+    comparisons, the next with 0.05 / (m - 1), and so on, until one is larger."""
+    p = {comparison: p_value(differences) for comparison, differences in differences_of.items()}
     found = set()
     for n, comparison in enumerate(sorted(p, key=p.get)):
         if p[comparison] > 0.05 / (len(p) - n):
@@ -277,17 +279,17 @@ def student(n: int) -> tuple[np.ndarray, np.ndarray]:
     return angles[1:], within / within[-1]
 
 
-def interval(differences: list[float], alpha: float = 0.05) -> tuple[float, float]:
-    """Return the mean and half the width of its interval. Both are NaN if a run has no value."""
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval. Both are NaN if a run has no value."""
     n = len(differences)
     if n < 2:
         return differences[0], math.inf
     angles, within = student(n)
-    t = math.sqrt(n - 1) * math.tan(np.interp(1 - alpha, within, angles))
+    t = math.sqrt(n - 1) * math.tan(np.interp(0.95, within, angles))
     return np.mean(differences), t * np.std(differences, ddof=1) / math.sqrt(n)
 
 
-def p_value(differences: list[float]) -> float:
+def p_value(differences: Sequence[float]) -> float:
     """Return the probability of a mean at least as far from 0 by chance. It is 1 with fewer than three differences, or
     if a run has no value."""
     n, mean, spread = len(differences), abs(np.mean(differences)), np.std(differences)
@@ -296,7 +298,7 @@ def p_value(differences: list[float]) -> float:
     return 1.0 - float(np.interp(math.atan2(mean, spread), *student(n)))
 
 
-def with_interval(differences: list[float], digits: int) -> str:
+def with_interval(differences: Sequence[float], digits: int) -> str:
     mean, half = interval(differences)
     if max(abs(mean), half) < 10**-digits:  # these numbers would all be shown as about 0.00
         digits = decimals(max(abs(mean), half))

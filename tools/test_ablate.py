@@ -60,6 +60,27 @@ def test_intervals_and_p_values_agree_with_printed_tables():
             assert ablate.p_value([half + x for x in differences]) == pytest.approx(0.05, rel=2e-3)
 
 
+@pytest.mark.parametrize("df, t", {2: (4.303, 9.925), 7: (2.365, 3.499)}.items())  # Student's t at 5 % and at 1 %
+def test_the_clearest_difference_is_tested_first_and_none_is_clear_after_one_that_is_not(df, t):
+    """Of five comparisons, the clearest one is tested at the level 5 % / 5 = 1 %."""
+
+    def clear(*comparisons: list[float]) -> set[int]:
+        return ablate.clear(dict(enumerate(comparisons)))
+
+    none = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)  # its mean is 0
+    limit_5, limit_1 = (each * statistics.stdev(none) / math.sqrt(df + 1) for each in t)
+    # All lists have the same spread. With it, a mean of limit_5 is just significant at 5 %, and one of limit_1 at 1 %.
+    beyond_5 = [1.01 * limit_5 + each for each in none]
+    beyond_1 = [1.01 * limit_1 + each for each in none]
+    far_below = [-99 * limit_1 + each for each in none]
+    unknown = [math.nan] * (df + 1)
+    assert clear(beyond_5) == {0} and clear(beyond_5, none) == set()
+    assert clear(none, beyond_1, unknown, none, none) == {1}
+    # Of six, the clearest is tested at 5 % / 6, which is below 1 %.
+    assert clear(beyond_5, beyond_1, none, none, none, none) == set()
+    assert clear(beyond_5, far_below) == {0, 1} and clear([0.1, 0.1]) == set()
+
+
 def test_the_steps_of_a_figure():
     lines = [{"step": 0, "eval/accuracy": 0.1}]
     lines += [{"step": s, "entropy": s * 1.0, "length_incorrect": None if s == 5 else 7.0} for s in range(1, 8)]

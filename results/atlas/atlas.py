@@ -35,7 +35,6 @@ HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 PICTURE = HERE / "atlas.png"
 PASS = "eval/pass@1:last"  # objectives are tuned and compared by the last value of this metric
-ALPHA = 0.05  # the probability that at least one difference of a table "holds" although no objective differs
 TUNE_SEEDS = ["101", "102"]
 NOTE = """\
 small dots: seeds; large dot: their mean; bar: 95 % interval of the paired difference to grpo, added to grpo's mean
@@ -190,29 +189,8 @@ def values_of(runs: list[list[Lines]], name: str = PASS) -> list[list[float]]:
 
 def what_holds(runs: list[list[Lines]]) -> list[bool]:
     """Return for each variant whether its difference from the first variant holds. The first variant has none."""
-    return [False, *holm(differences_of(runs)[1:])]
-
-
-def holm(comparisons: list[list[float]]) -> list[bool]:
-    """Return which of the m comparisons hold, by Holm's method with paired t-tests. Sort them from the clearest to the
-    least clear, test the k-th at the level ALPHA / (m - k + 1), and stop at the first one that does not hold. A
-    comparison of fewer than three differences never holds."""
-    holds = [False] * len(comparisons)
-    for rank, i in enumerate(sorted(range(len(holds)), key=lambda i: -clearness(comparisons[i]))):
-        mean, half = ablate.interval(comparisons[i], ALPHA / (len(holds) - rank))
-        if len(comparisons[i]) < 3 or not abs(mean) > half:
-            break
-        holds[i] = True
-    return holds
-
-
-def clearness(differences: list[float]) -> float:
-    """Return the size of the mean divided by half the width of its interval, or 0 if these are NaN because a run has no
-    value."""
-    mean, half = ablate.interval(differences)
-    if mean == 0 or math.isnan(half):
-        return 0.0
-    return abs(mean) / half if half > 0 else math.inf
+    holds = ablate.clear(dict(enumerate(differences_of(runs)[1:])))
+    return [False, *(i in holds for i in range(len(runs) - 1))]
 
 
 # ---- Tables ----

@@ -1,35 +1,11 @@
-"""The atlas: which differences hold, how a grid is tuned, and that the page agrees with the logs, and the logs with the
-grids."""
+"""The atlas: how a grid is tuned, and that the page agrees with the logs, and the logs with the grids."""
 
 import json
-import math
-import statistics
-
-import pytest
 
 from bench import logs
 from infra.command_line import parse, ready
 from results.atlas import atlas
 from tools import ablate
-
-T = {2: (4.303, 9.925), 7: (2.365, 3.499)}  # degrees of freedom -> Student's t for two-sided tests at 5 % and at 1 %
-
-
-@pytest.mark.parametrize("df, t", T.items())
-def test_the_clearest_difference_is_tested_first_and_none_holds_after_one_that_does_not(df, t):
-    """Of five comparisons, the clearest one is tested at the level 5 % / 5 = 1 %."""
-    none = [-1.0, 1.0] * ((df + 1) // 2) + [0.0] * ((df + 1) % 2)  # its mean is 0
-    limit_5, limit_1 = (each * statistics.stdev(none) / math.sqrt(df + 1) for each in t)
-    # All lists have the same spread. With it, a mean of limit_5 is just significant at 5 %, and one of limit_1 at 1 %.
-    beyond_5 = [1.01 * limit_5 + each for each in none]
-    beyond_1 = [1.01 * limit_1 + each for each in none]
-    clear = [-99 * limit_1 + each for each in none]
-    unknown = [math.nan] * (df + 1)
-    assert atlas.holm([beyond_5]) == [True] and atlas.holm([beyond_5, none]) == [False, False]
-    assert atlas.holm([none, beyond_1, unknown, none, none]) == [False, True, False, False, False]
-    # Of six, the clearest is tested at 5 % / 6, which is below 1 %.
-    assert atlas.holm([beyond_5, beyond_1, none, none, none, none]) == [False] * 6
-    assert atlas.holm([beyond_5, clear]) == [True, True] and atlas.holm([[0.1, 0.1]]) == [False]
 
 
 def lines_of(accuracy: float, length: float) -> list[dict]:

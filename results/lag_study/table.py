@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import logs
 from results.lag_study.study import CORRECTIONS, RATES, SEEDS, TUNED_ON, second_half
-from tools.ablate import clear, interval, markdown, p_value
+from tools.ablate import clear, interval, markdown
 
 RUNS = logs.read(Path(__file__).parent)
 DELAYS = [0, 2, 8, 32]
@@ -51,8 +51,7 @@ def main() -> None:
         for (name, delay), own in rewards.items()
         if name != "none"
     }
-    p = {v: p_value(differences) for v, differences in minus_none.items()}
-    differ = clear(p)
+    differ = clear(minus_none)
 
     def cell(v: tuple[str, int]) -> str:
         if v not in runs:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench import logs
 from results.one_rollout.study import STUDIES, Study, second_half
-from tools.ablate import clear, markdown, p_value, with_interval
+from tools.ablate import clear, markdown, with_interval
 
 Variant = tuple[str, int]  # an arm, and its delay
 
@@ -41,8 +41,7 @@ def main(study: Study) -> None:
         for (arm, delay), (_, rewards) in found.items()
         if arm != "one" and ("one", delay) in found
     }
-    p = {variant: p_value(differences) for variant, differences in one_minus.items()}
-    differ = clear(p)
+    differ = clear(one_minus)
 
     def cell(variant: Variant) -> str:
         if variant not in found:
