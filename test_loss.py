@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from advantage import group_advantages
+from advantage import combine_rewards, group_advantages
 from config import ALGORITHMS, Config, UserError, resolve
 from conftest import allowed_pairs
 from infra.command_line import ready
@@ -100,6 +100,10 @@ def surrogate(c, ratio="token", epsilon_low=0.2, epsilon_high=0.2):
     return sum(least(rho * c.A, least(most(rho, 1 - epsilon_low), 1 + epsilon_high) * c.A) for rho in ratios)
 
 
+def of_sequences(c):
+    return surrogate(c, "sequence", 3e-4, 4e-4)
+
+
 def minus_sum(b, J, A, weights):
     """Return −Σ_i w_i Σ_t J_it and its gradient. J is a function that gets a completion c and returns Σ_t J_it."""
     loss, grad = 0.0, torch.zeros_like(b.logp)
@@ -133,17 +137,22 @@ def close(ours, theirs, tolerance=1e-10):
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def check(b, A, normalization, J=None, advantage_settings=None, **switches):
-    """Compare advantages, loss and gradient with those of the paper. A is the paper's
-    advantage of each completion. group_advantages must compute the same when it is called with `advantage_settings`.
-    J is a function as in `minus_sum`, by default `surrogate`."""
-    settings = (advantage_settings or {}) | {"eps": 0.0, "lengths": torch.tensor(LENGTHS).reshape(2, 4)}
-    close(group_advantages(torch.tensor(GROUPS, dtype=F64), **settings).flatten(), A)
-    weights = token_weights(b.mask, normalization, max_completion_length=BUDGET, prompts=PROMPTS)
-    loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), weights, b.mask, **switches)
-    close((loss, grad), minus_sum(b, J or partial(surrogate, **switches), A, WEIGHTS[normalization]))
-    if switches.get("objective", "clip") in ("clip", "dppo"):
+def check(b, algorithm, A, weights, J=surrogate, **given):
+    """Compare advantages, loss and gradient of a preset with those of its paper: A is the paper's advantage of each
+    completion, `weights` those of its tokens, and J a function as in `minus_sum`. `given` replaces switches of the
+    preset, and has the log-probs that it needs. Return the statistics."""
+    settings = ALGORITHMS[algorithm] | given
+    rewards = combine_rewards(torch.tensor(GROUPS, dtype=F64)[..., None], [1.0], settings["combine_rewards"])
+    lengths = torch.tensor(LENGTHS).reshape(2, 4)
+    advantages = group_advantages(rewards, settings["scale_rewards"], settings["baseline"], 0.0, lengths=lengths)
+    close(advantages.flatten(), A)
+    w = token_weights(b.mask, settings["normalization"], max_completion_length=BUDGET, prompts=PROMPTS)
+    switches = {name: x for name, x in settings.items() if name in policy_loss.__kwdefaults__}
+    loss, grad, stats = run(b.logp, b.old, torch.tensor(A, dtype=F64), w, b.mask, **switches)
+    close((loss, grad), minus_sum(b, J, A, weights))
+    if settings["objective"] in ("clip", "dppo") and settings["epsilon_high"] < INF:
         assert stats["clip_low"].sum > 0 and stats["clip_high"].sum > 0, "the data must reach both bounds"
+    return stats
 
 
 def test_grpo(b):
@@ -153,33 +162,33 @@ def test_grpo(b):
         deltas = [y - x for x, y in zip(c.logp, c.ref)]
         return surrogate(c) - 0.04 * sum(cmath.exp(x) - x - 1 for x in deltas)
 
-    check(b, OVER_STD, "sequence", J, ref_logp=b.ref, beta=0.04)
+    check(b, "grpo", OVER_STD, WEIGHTS["sequence"], J, ref_logp=b.ref, beta=0.04)
 
 
 def test_dr_grpo(b):
     """Dr. GRPO, arXiv 2503.20783: J = 1/(G L) Σ_i Σ_t S(ρ_it, A_i), A = r − mean r. L is the budget, a constant."""
-    check(b, MINUS_MEAN, "constant", advantage_settings={"scale": "none"})
+    check(b, "dr_grpo", MINUS_MEAN, WEIGHTS["constant"])
 
 
 def test_dapo(b):
     """DAPO, arXiv 2503.14476: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), ε 0.2 and 0.28, A = (r − mean r)/std r."""
-    check(b, OVER_STD, "global", epsilon_low=0.2, epsilon_high=0.28)
+    check(b, "dapo", OVER_STD, WEIGHTS["global"], partial(surrogate, epsilon_high=0.28))
 
 
 def test_dapo_as_printed(b):
     """DAPO, arXiv 2503.14476, eq. 8: the mean over prompts of 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_i), whose sums run over the
     completions of one prompt."""
-    check(b, OVER_STD, "prompt", epsilon_low=0.2, epsilon_high=0.28)
+    check(b, "dapo", OVER_STD, WEIGHTS["prompt"], partial(surrogate, epsilon_high=0.28), normalization="prompt")
 
 
 def test_gspo(b):
     """GSPO, arXiv 2507.18071: J = 1/G Σ_i S(s_i, A_i), s_i = exp(1/|o_i| Σ_t log ρ_it), A = (r − mean r)/std r."""
-    check(b, OVER_STD, "sequence", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, "gspo", OVER_STD, WEIGHTS["sequence"], of_sequences)
 
 
 def test_luspo(b):
     """LUSPO, arXiv 2602.05261: J = 1/G Σ_i |o_i| S(s_i, A_i), with GSPO's s_i."""
-    check(b, OVER_STD, "sum", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4)
+    check(b, "luspo", OVER_STD, WEIGHTS["sum"], of_sequences)
 
 
 def test_cispo():
@@ -189,16 +198,14 @@ def test_cispo():
         return sum(sg(least(cmath.exp(x), 5.0)) * c.A * logp for x, logp in zip(c.log_rho, c.logp))
 
     b = draw(0, spread=2.0)  # policies far enough apart for a cap of 5
-    # For CISPO, epsilon_high is the cap itself and not its distance from 1.
-    check(b, OVER_STD, "global", J, objective="cispo", epsilon_high=5.0)
+    check(b, "cispo", OVER_STD, WEIGHTS["global"], J)
     assert ((b.logp - b.old > math.log(5.0)) & b.mask).any()
 
 
 def test_rloo(b):
     """RLOO, arXiv 2402.14740: J = 1/k Σ_i (r_i − 1/(k−1) Σ_{j≠i} r_j) Σ_t log π_θ(o_it)."""
     A = [r - (sum(group) - r) / 3 for group in GROUPS for r in group]
-    advantage_settings = {"scale": "none", "baseline": "leave_one_out"}
-    check(b, A, "sum", lambda c: c.A * sum(c.logp), advantage_settings=advantage_settings, objective="reinforce")
+    check(b, "rloo", A, WEIGHTS["sum"], lambda c: c.A * sum(c.logp))
 
 
 def over_tokens(values):
@@ -210,25 +217,32 @@ def over_tokens(values):
 
 def test_reinforce_plus_plus(b):
     """REINFORCE++, arXiv 2501.03262, eq. 10: J = 1/Σ_i|o_i| Σ_i Σ_t S(ρ_it, A_it), A_it = (r_i − mean)/std."""
-    check(b, over_tokens(REWARDS), "global", advantage_settings={"scale": "whiten", "baseline": "none"})
+    check(b, "reinforce++", over_tokens(REWARDS), WEIGHTS["global"])
 
 
 def test_reinforce_plus_plus_baseline(b):
     """REINFORCE++-baseline does the same, but starts from r − mean of the group."""
-    check(b, over_tokens(MINUS_MEAN), "global", advantage_settings={"scale": "whiten"})
+    check(b, "reinforce++-baseline", over_tokens(MINUS_MEAN), WEIGHTS["global"])
 
 
 def test_maxrl(b):
     """MaxRL, arXiv 2602.02710: A = (r − mean r)/mean r of the group."""
     A = [(r - fmean(group)) / fmean(group) for group in GROUPS for r in group]
-    check(b, A, "sequence", advantage_settings={"scale": "mean"})
+    check(b, "maxrl", A, WEIGHTS["sequence"])
 
 
 def test_opo(b):
     """OPO, arXiv 2505.23585: A = r − Σ_j |o_j| r_j / Σ_j |o_j|, where the sums are over the group."""
     pairs = zip(GROUPS, (LENGTHS[:4], LENGTHS[4:]))
     A = [r - fmean(group, weights=lengths) for group, lengths in pairs for r in group]
-    check(b, A, "global", advantage_settings={"scale": "none", "baseline": "length"})
+    check(b, "opo", A, WEIGHTS["global"])
+
+
+def test_gdpo(b):
+    """GDPO, arXiv 2601.05242: GRPO's J with A = (A' − mean A')/std A' over the batch, where A' is the sum over the
+    rewards k of (r_k − mean r_k)/std r_k in the group: here of one reward, with the 1e-4 that is added to its std."""
+    of_group = [(r - fmean(group)) / (stdev(group) + 1e-4) for group in GROUPS for r in group]
+    check(b, "gdpo", [(x - fmean(of_group)) / stdev(of_group) for x in of_group], WEIGHTS["sequence"])
 
 
 def test_gmpo(b):
@@ -237,10 +251,10 @@ def test_gmpo(b):
     def J(c):
         # In logs, the factor of a token is min(log ρ, ε) if A > 0. If A < 0, the exponent sgn(A) turns the min into a
         # max, and ε into −ε. The weights 1/(N |o_i|) of a completion add up to 1/N, so each token has the whole value.
-        logs = [least(x, 0.4) if c.A > 0 else most(x, -0.3) for x in c.log_rho]
+        logs = [least(x, 0.4) if c.A > 0 else most(x, -0.4) for x in c.log_rho]
         return len(logs) * cmath.exp(sum(logs) / len(logs)) * c.A
 
-    check(b, OVER_STD, "sequence", J, ratio="geometric", epsilon_low=0.3, epsilon_high=0.4)
+    check(b, "gmpo", OVER_STD, WEIGHTS["sequence"], J)
 
 
 def test_sapo(b):
@@ -250,7 +264,7 @@ def test_sapo(b):
         tau = 1.0 if c.A > 0 else 1.05
         return sum(4 / tau / (1 + cmath.exp(-tau * (cmath.exp(x) - 1))) * c.A for x in c.log_rho)
 
-    check(b, OVER_STD, "sequence", J, objective="sapo")
+    check(b, "sapo", OVER_STD, WEIGHTS["sequence"], J)
 
 
 def test_dppo(b):
@@ -262,7 +276,8 @@ def test_dppo(b):
         kept = [x <= 0.05 if c.A > 0 else x >= -0.03 for x in changes]
         return sum(sg(cmath.exp(x)) * c.A * logp for x, logp, is_kept in zip(c.log_rho, c.logp, kept) if is_kept)
 
-    check(b, OVER_STD, "global", J, objective="dppo", epsilon_low=0.03, epsilon_high=0.05)
+    # Few of these changes reach the preset's bounds of 0.2.
+    check(b, "dppo", OVER_STD, WEIGHTS["global"], J, epsilon_low=0.03, epsilon_high=0.05)
 
 
 def test_vespo(b):
@@ -279,13 +294,13 @@ def test_vespo(b):
         k, decay = (2, 3) if c.A >= 0 else (3, 2)
         return w**k * math.exp(decay * (1 - w)) * c.A * sum(c.logp)
 
-    check(b, OVER_STD, "global", J, objective="vespo")
+    check(b, "vespo", OVER_STD, WEIGHTS["global"], J)
 
 
 def test_flash_reinforce(b):
     """FlashREINFORCE, 2026: J = 1/N Σ_i M_i 1/|o_i| Σ_t ρ_it A_i, A_i = r_i − mean r of all, ρ_it = π_θ/μ. M_i is 0 if
     the mean over the tokens of o_i of the binary KL of μ and π_θ is above δ, else 1."""
-    A = torch.tensor([r - fmean(REWARDS) for r in REWARDS], dtype=F64)
+    A = [r - fmean(REWARDS) for r in REWARDS]
     one_rollout_a_prompt = torch.tensor(REWARDS, dtype=F64)[:, None]
     close(group_advantages(one_rollout_a_prompt, scale="none", baseline="batch").flatten(), A)
 
@@ -295,10 +310,7 @@ def test_flash_reinforce(b):
     def J(c):
         return 0.0 if is_far(c) else sum(cmath.exp(x - y) for x, y in zip(c.logp, c.sampler)) * c.A
 
-    switches = {name: ALGORITHMS["flash_reinforce"][name] for name in ("old_policy", "epsilon_low", "epsilon_high")}
-    given = dict(sampler_logp=b.sampler, gate_kl=0.1, **switches)
-    loss, grad, stats = run(b.logp, b.old, A, token_weights(b.mask, "sequence"), b.mask, **given)
-    close((loss, grad), minus_sum(b, J, A.tolist(), WEIGHTS["sequence"]))
+    stats = check(b, "flash_reinforce", A, WEIGHTS["sequence"], J, sampler_logp=b.sampler, gate_kl=0.1)
     completions = [
         SimpleNamespace(sampler=x[:n].tolist(), logp=y[:n].tolist()) for x, y, n in zip(b.sampler, b.logp, LENGTHS)
     ]
