@@ -1,7 +1,7 @@
 """Keep the logs of a study, which is a folder of runs, in one compressed file.
 
-    python -m bench.logs keep runs/lag --columns reward ess    writes results/lag/metrics.jsonl.gz
-    python -m bench.logs unpack results/lag                    writes runs/lag/, for tools.plot and the other tools
+    python -m bench.logs keep runs/blocks --columns reward     writes results/blocks/metrics.jsonl.gz
+    python -m bench.logs unpack results/blocks                 writes runs/blocks/, for tools.plot and the other tools
 
 `read` takes either folder, and zcat shows an archive. Its first line has what config.json says in all runs: settings,
 commit, versions, hardware. Each run then has a line with the rest of its config.json, and its lines of metrics.jsonl.
