@@ -23,7 +23,8 @@ def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[s
 
     found = {}
     for arm, delay in ((arm, delay) for arm in study.arms for delay in sorted(study.delays)):
-        tuned = {rate: [reward(arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
+        tuned_arm = "one" if arm == "grouped" else arm
+        tuned = {rate: [reward(tuned_arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
         if any(None in rewards for rewards in tuned.values()):
             continue
         rate = max(study.rates, key=lambda rate: sum(tuned[rate]))
@@ -62,8 +63,9 @@ def main(study: Study) -> None:
     print(markdown(["arm", *heads], *([arm, *(difference((arm, delay)) for delay in delays)] for arm in groups)))
     print("\nhow much better one does with the delay than without, beside an arm")
     for (arm, delay), differences in one_minus.items():
-        if delay > 0 and (arm, 0) in one_minus:
-            changes = [a - b for a, b in zip(differences, one_minus[arm, 0], strict=True)]
+        if delay > 0 and arm != "grouped" and ("grpo", 0) in one_minus:
+            without = one_minus.get((arm, 0), one_minus["grpo", 0])  # without a delay, centering is grpo
+            changes = [a - b for a, b in zip(differences, without, strict=True)]
             print(f"{arm}, {delay}: {with_interval(changes, 3)}")
 
 
