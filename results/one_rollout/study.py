@@ -14,15 +14,15 @@ The questions, written down before the runs:
    difference from an arm with groups excludes 0, after Holm's correction for all such comparisons.
 2. Does that change with the delay? It does if the interval of the difference of two differences excludes 0.
 
-`sum` is the task of docs/real_model.md, where the model is made. A step takes about 25 seconds of one core there, so
-only the two sides of the question are run, `one` and `grpo`, both at 1e-5: the rate that the tuning seed of
-results/real_lora chose for all weights.
+`sum` is the task of docs/real_model.md, where the model is made. A completion costs a second of one core or more there,
+so steps have 16, and only the two sides of the question are run, `one` and `grpo`, both at 1e-5: the rate that the
+tuning seed of results/real_lora chose for all weights.
 
 Added when the other runs of addition were known, because `one` has not only other prompts than `grpo` but corrects for
 the delay, too: `grouped`, which is `one` with eight completions of each of 16 prompts, at the rate that `one` got, with
 delays. If it earns what `one` does, the difference from `grpo` comes from the correction.
 
-The measure is the mean reward over the second half of a run: steps 41 to 80 in addition, 17 to 32 in sum.
+The measure is the mean reward over the second half of a run: steps 41 to 80 in addition, 13 to 24 in sum.
 """
 
 import shutil
@@ -58,7 +58,7 @@ STUDIES = {
         "one_rollout_sum", ["one", "grpo"],
         """--model=models/smollm2 --data=runs/candidates/sum.jsonl --reward=results/real_model/candidates.py:last_number
         --correct=last_number --max_completion_length=32 --warmup_steps=0 --dtype=float32""".split(),
-        32, (4, 8), ["1e-5"], [], [1, 2, 3], [8, 0],
+        24, (4, 4), ["1e-5"], [], [1, 2, 3], [8, 0],
     ),
 }  # fmt: skip
 ARMS = {
