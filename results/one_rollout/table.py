@@ -1,6 +1,7 @@
-"""Print the tables of the study, for the variants whose runs are all in this folder.
+"""Print the tables of the study, for the variants whose runs are all kept.
 
-PYTHONPATH=. python results/one_rollout/table.py addition
+PYTHONPATH=. python results/one_rollout/table.py addition    from results/one_rollout/
+PYTHONPATH=. python results/one_rollout/table.py sum         from results/one_rollout_sum/
 """
 
 import statistics
@@ -35,7 +36,7 @@ def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[s
 
 
 def main(study: Study) -> None:
-    found = rewards_of(study, logs.read(Path(__file__).parent))
+    found = rewards_of(study, logs.read(Path(__file__).parents[1] / study.folder))
     delays = sorted(study.delays)
     one_minus = {
         (arm, delay): [a - b for a, b in zip(found["one", delay][1], rewards, strict=True)]
