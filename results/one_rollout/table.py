@@ -36,7 +36,8 @@ def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[s
 
 
 def main(study: Study) -> None:
-    found = rewards_of(study, logs.read(Path(__file__).parents[1] / study.folder))
+    runs = logs.read(Path(__file__).parents[1] / study.folder)
+    found = rewards_of(study, runs)
     delays = sorted(study.delays)
     one_minus = {
         (arm, delay): [a - b for a, b in zip(found["one", delay][1], rewards, strict=True)]
@@ -68,6 +69,10 @@ def main(study: Study) -> None:
             without = one_minus.get((arm, 0), one_minus["grpo", 0])  # without a delay, centering is grpo
             changes = [a - b for a, b in zip(differences, without, strict=True)]
             print(f"{arm}, {delay}: {with_interval(changes, 3)}")
+    for arm in study.arms:
+        lines = [line for name, run in runs.items() if name.startswith(f"{arm}-") for line in run.lines]
+        if lines and "seconds_update" in lines[0]:
+            print(f"seconds of an update, {arm}: {statistics.mean(line['seconds_update'] for line in lines):.1f}")
 
 
 if __name__ == "__main__":
