@@ -57,7 +57,8 @@ def main() -> None:
         if v not in runs:
             return ""
         text = f"{statistics.mean(rewards[v]):.3f} ± {statistics.stdev(rewards[v]):.3f}"
-        return f"{f'**{text}**' if v in differ else text} at {rates[v]}"
+        text = f"**{text}**" if v in differ else text
+        return text if rates[v] == "2e-4" else f"{text} at {rates[v]}"
 
     delays = [delay for delay in DELAYS if any(v[1] == delay for v in runs)]
     print(
