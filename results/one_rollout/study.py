@@ -34,7 +34,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from infra import run_folder  # noqa: E402
+from bench import logs  # noqa: E402
 
 
 class Study(NamedTuple):
@@ -74,19 +74,10 @@ def variants(study: Study) -> list[tuple[str, int]]:
     return [(arm, k) for k in study.delays for arm in study.arms if k > 0 or arm not in ("centering", "grouped")]
 
 
-def folder(study: Study, arm: str, delay: int, rate: str, seed: int) -> Path:
-    return ROOT / "runs" / study.folder / f"{arm}-{delay}-{rate}-{seed}"
-
-
-def lines_of(study: Study, run: Path) -> list[dict]:
-    lines = run_folder.read_lines(run / "metrics.jsonl")
-    return lines if lines and lines[-1]["step"] == study.steps else []
-
-
-def train(study: Study, arm: str, delay: int, rate: str, seed: int) -> None:
-    """Make the run, unless it is finished. A run that an interruption left unfinished is continued."""
-    run = folder(study, arm, delay, rate, seed)
-    if not lines_of(study, run):
+def train(study: Study, runs: dict[str, logs.Run], arm: str, delay: int, rate: str, seed: int) -> None:
+    """Make the run, unless it is among those that are finished. One that was interrupted is continued."""
+    run = ROOT / "runs" / study.folder / f"{arm}-{delay}-{rate}-{seed}"
+    if reward_of(study, runs, arm, delay, rate, seed) is None:
         P, G = study.groups
         words = [*study.flags, *ARMS[arm], f"--delay={delay}", f"--learning_rate={rate}", f"--seed={seed}"]
         words += [f"--steps={study.steps}", "--eval_every=0"]
@@ -98,30 +89,35 @@ def train(study: Study, arm: str, delay: int, rate: str, seed: int) -> None:
         shutil.rmtree(run / weights, ignore_errors=True)
 
 
-def second_half(study: Study, lines: list[dict]) -> float:
-    values = [line["reward"] for line in lines if line["step"] > study.steps // 2]
+def reward_of(study: Study, runs: dict[str, logs.Run], arm: str, delay: int, rate: str, seed: int) -> float | None:
+    """Return the measure of a run, or None if it is missing or unfinished."""
+    run = runs.get(f"{arm}-{delay}-{rate}-{seed}")
+    if run is None or not run.lines or run.lines[-1]["step"] < study.steps:
+        return None
+    values = [line["reward"] for line in run.lines if line["step"] > study.steps // 2]
     return sum(values) / len(values)
 
 
-def best_rate(study: Study, arm: str, delay: int) -> str:
-    if arm == "grouped":
-        return best_rate(study, "one", delay)
-
-    def reward(rate: str) -> float:
-        runs = [lines_of(study, folder(study, arm, delay, rate, seed)) for seed in study.tuned_on]
-        return sum(second_half(study, lines) for lines in runs)
-
-    return max(study.rates, key=reward)
+def best_rate(study: Study, runs: dict[str, logs.Run], arm: str, delay: int) -> str | None:
+    """Return the rate that the tuning seeds choose, or None if one of their runs is missing."""
+    arm = "one" if arm == "grouped" else arm
+    tuned = {rate: [reward_of(study, runs, arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
+    if any(None in rewards for rewards in tuned.values()):
+        return None
+    return max(study.rates, key=lambda rate: sum(tuned[rate]))
 
 
 def main(study: Study) -> None:
+    folder = ROOT / "runs" / study.folder
     for arm, delay in variants(study):
+        runs = logs.read(folder)
         for rate in study.rates if arm != "grouped" else []:
             for seed in study.tuned_on:
-                train(study, arm, delay, rate, seed)
+                train(study, runs, arm, delay, rate, seed)
+        best = best_rate(study, logs.read(folder), arm, delay)
         for seed in study.seeds:
-            train(study, arm, delay, best_rate(study, arm, delay), seed)
-        print(arm, delay, best_rate(study, arm, delay), flush=True)
+            train(study, runs, arm, delay, best, seed)
+        print(arm, delay, best, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bench import logs
-from results.one_rollout.study import STUDIES, Study, second_half
+from results.one_rollout.study import STUDIES, Study, best_rate, reward_of
 from tools.ablate import clear, markdown, with_interval
 
 Variant = tuple[str, int]  # an arm, and its delay
@@ -18,18 +18,10 @@ Variant = tuple[str, int]  # an arm, and its delay
 def rewards_of(study: Study, runs: dict[str, logs.Run]) -> dict[Variant, tuple[str, list[float]]]:
     """Return for each variant the rate that the study chose, and the reward of each seed with it."""
 
-    def reward(arm: str, delay: int, rate: str, seed: int) -> float | None:
-        run = runs.get(f"{arm}-{delay}-{rate}-{seed}")
-        return second_half(study, run.lines) if run and len(run.lines) >= study.steps else None
-
     found = {}
     for arm, delay in ((arm, delay) for arm in study.arms for delay in sorted(study.delays)):
-        tuned_arm = "one" if arm == "grouped" else arm
-        tuned = {rate: [reward(tuned_arm, delay, rate, seed) for seed in study.tuned_on] for rate in study.rates}
-        if any(None in rewards for rewards in tuned.values()):
-            continue
-        rate = max(study.rates, key=lambda rate: sum(tuned[rate]))
-        rewards = [reward(arm, delay, rate, seed) for seed in study.seeds]
+        rate = best_rate(study, runs, arm, delay)
+        rewards = [reward_of(study, runs, arm, delay, rate, seed) for seed in study.seeds]
         if None not in rewards:
             found[arm, delay] = rate, rewards
     return found
